@@ -20,6 +20,7 @@ ROOT = {
         ("#", ROOT), ("#/$defs/color", COLOR), ("#/$defs/a~1b~0c", {"type": "null"}),
         ("#/%24defs/color", COLOR), ("#/properties/list/prefixItems/0", COLOR),
         ("#/properties/list/prefixItems/1", None), ("#/$defs/none/here", None), ("elsewhere", None),
+        ("#anchor", None),
     ],
 )  # fmt: skip
 def test_pointers(path, found):

@@ -73,6 +73,12 @@ SLIPS = {
         (("minicpm5",), ("read", {"path": "a\nb"}), "a\nb", "a ]]> b", {"path": "a ]]> b"}),
         (QWEN, run(env={"A": "b"}), '"b"', '"</parameter> b"', run(env={"A": "</parameter> b"})[1]),
     ],
+    "an argument twice, or its tag within another": [
+        (QWEN, READ, "a.txt", 'T = "<parameter=limit>"', None),
+        ((*GLM, *GLM_BREAKS), READ, "a.txt", "<arg_key>limit</arg_key>", None),
+        (INVOKE, READ, "a.txt", 'T = \'<parameter name="limit">\'', None),
+        (PYTHON, READ, "limit=3", "limit=3, limit=4", None),
+    ],
     "no end of the call": [
         (QWEN, READ, "\n</function>", "", READ[1]),
         (INVOKE, READ, "</invoke>\n", "", READ[1]),
@@ -125,6 +131,7 @@ SLIPS = {
         (QWEN, run(env={"A": 1}), "1}", "NaN}", run(env='{"A": NaN}')[1]),
         (PYTHON, run(scale=0.5), "0.5", "nan", run(scale="nan")[1]),
         (PYTHON, run(scale=0.5), "0.5", "1e999", None),
+        (PYTHON, run(scale=0.5), "0.5", "0.5 # half\n", run(scale=0.5)[1]),
         ((*JSON, *LLAMA, *BEHIND_NAME), run(scale=0.5), "0.5", "NaN", None),
     ],
     "Python's constants": [

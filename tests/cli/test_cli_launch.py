@@ -9,8 +9,9 @@ import subprocess
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from signal import SIGHUP, SIGTERM
+from signal import SIGHUP, SIGTERM, getsignal, raise_signal, signal
 from socketserver import BaseRequestHandler, TCPServer
 from threading import Thread
 from time import sleep
@@ -143,6 +144,11 @@ def test_an_agent_that_is_not_installed(launch, monkeypatch, tmp_path):
     assert "npm install -g @openai/codex" in err
 
 
+def write_agent(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("last", "number", "code"),
@@ -151,8 +157,7 @@ def test_an_agent_that_is_not_installed(launch, monkeypatch, tmp_path):
 def test_the_server_and_the_agent_end_together(tmp_path, last, number, code):
     """A program instead of the agent asks the server that was started for it."""
     agent, args, err = (tmp_path / name for name in ("codex", "args.txt", "err.txt"))
-    agent.write_text(f'#!/bin/sh\necho $$ "$@" > args.txt\n{last}\n')
-    agent.chmod(agent.stat().st_mode | stat.S_IEXEC)
+    write_agent(agent, f'echo $$ "$@" > args.txt\n{last}')
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     flags = ("--num-blocks", "64", "--max-num-seqs", "2", "--max-model-len", "512")
     port = free_port()
@@ -170,3 +175,23 @@ def test_the_server_and_the_agent_end_together(tmp_path, last, number, code):
     assert given[-2:] == ["exec", "go"]
     assert "model_context_window=512" in given
     assert "Context:   512 tokens" in err.read_text()
+
+
+def test_a_signal_while_the_agent_starts_ends_the_agent(launch, monkeypatch, request, tmp_path):
+    for number in SIGTERM, SIGHUP:
+        request.addfinalizer(partial(signal, number, getsignal(number)))
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
+            started.append(self)
+            raise_signal(SIGTERM)
+
+    write_agent(tmp_path / "codex", "exec sleep 600")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with answering(HTTP + '{"data": [{"id": "a/b"}]}') as port, pytest.raises(SystemExit) as end:
+        launch("codex", "--port", port)
+    assert end.value.code == 128 + SIGTERM
+    assert started[0].returncode == -SIGTERM

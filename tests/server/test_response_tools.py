@@ -89,7 +89,7 @@ ALL = ["run", "apply_patch", "agents__wait"]
         ("none", "none", None, ALL),
         ({"type": "function", "name": "run"}, "named", "run", ALL),
         ({"type": "custom", "name": "apply_patch"}, "named", "apply_patch", ALL),
-        ({"type": "function", "name": "wait"}, "named", "agents__wait", ALL),
+        ({"type": "function", "name": "wait", "namespace": None}, "named", "agents__wait", ALL),
         ({"type": "function", "name": "wait", "namespace": "agents"}, "named", "agents__wait", ALL),
         ({"type": "allowed_tools", "mode": "required", "tools": [
             {"type": "function", "name": "wait"}, {"type": "web_search"}]},
@@ -129,6 +129,7 @@ def test_choices(choice, mode, name, allowed):
         ([AGENTS], {"type": "function", "name": "wait", "namespace": "b"}, "names 'wait', which"),
         ([RUN], {"type": "allowed_tools", "mode": "x"}, "tool_choice.mode must be"),
         ([RUN], {"type": "allowed_tools"}, "tool_choice.tools must be a list"),
+        ([AGENTS, {**AGENTS, "name": "b"}], {"type": "function", "name": "wait"}, "several"),
         ([RUN], {"type": "allowed_tools", "tools": [5]}, "tool_choice.tools.0 must be an object"),
         ([{"type": "web_search"}], "required", "tool_choice demands a call"),
         ([], "required", "tool_choice demands a call"),

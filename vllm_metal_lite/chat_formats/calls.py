@@ -47,7 +47,9 @@ class CallWriter:
             self._send(Arguments(text))
 
     def key(self, name: str) -> None:
-        """The name of the next argument; its value follows."""
+        """The name of the next argument; its value follows.  Raises Malformed for a second one."""
+        if name in self.names:
+            raise Malformed
         self.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
         self.names.append(name)
 

@@ -38,8 +38,8 @@ def _call(reader: Reader, calls: CallWriter, end: str) -> Reading[None]:
     name, _ = yield from reader.name("(")
     calls.begin(name)
     arguments = yield from _arguments(reader, end)
-    values = dict(_key_and_value(text) for text in arguments if text.strip())
-    for key, value in values.items():
+    pairs = [_key_and_value(text) for text in arguments if text.strip()]
+    for key, value in pairs:
         calls.key(key)
         calls.value(value)
     calls.end()
@@ -89,7 +89,7 @@ def _key_and_value(argument: str) -> tuple[str, object]:
     if not _KEY.fullmatch(key) or not value:
         raise Malformed
     try:
-        return key, python_value(f"({value})")
+        return key, python_value(f"({value}\n)")  # a comment may end the value
     except Malformed:
         if not value.isidentifier():
             raise

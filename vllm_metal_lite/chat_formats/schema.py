@@ -133,10 +133,9 @@ def _combined(schema: Schema, part: Any) -> Schema:
 
 def pointed(root: Any, path: str) -> Any:
     """The target of a reference such as "#/$defs/color", or None if this document has no target."""
-    if not path.startswith("#"):
-        return None
-    found = root
-    for key in unquote(path).removeprefix("#").split("/")[1:]:
+    start, *keys = unquote(path).split("/")
+    found = root if start == "#" else None
+    for key in keys:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and key.isdecimal():
             found = found[int(key)] if int(key) < len(found) else None

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
@@ -153,14 +154,13 @@ def run(args: argparse.Namespace) -> int:
     with nullcontext(running) if running else _started(url, key, args.model, serve) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
-        agent = subprocess.Popen(command, env={**os.environ, **setup.env})
-        # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            code = agent.wait()
-        finally:
-            signal.signal(signal.SIGINT, before)
-            end_process(agent, 5)
+        with _process(command, 5, env={**os.environ, **setup.env}) as agent:
+            # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                code = agent.wait()
+            finally:
+                signal.signal(signal.SIGINT, before)
     return code if code >= 0 else 128 - code  # a signal, in a shell's exit code
 
 
@@ -197,15 +197,29 @@ def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator
     """The model of a server at a URL that is started, and ends with the block."""
     command = [sys.executable, "-m", "vllm_metal_lite", *serve]
     # In a group of its own: Ctrl-C is the agent's.
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
+    how = {"stdout": subprocess.DEVNULL, "start_new_session": True}
+    with _process(command, 30, **how) as server:
         while (model := _find_model(url, key, name)) is None:
             if server.poll() is not None:
                 raise MetalLiteError("the server did not start; the lines above say why")
             time.sleep(0.2)
         yield model
+
+
+@contextmanager
+def _process(command: list[str], seconds: float, **how: Any) -> Iterator[subprocess.Popen]:
+    """A process that `end_process` ends at the end of the block.  how: more options of Popen."""
+    # A signal that came before Popen returns would leave a process that nobody ends.
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    process = subprocess.Popen(command, preexec_fn=unblock, **how)
+    try:
+        unblock()
+        yield process
     finally:
-        end_process(server, 30)
+        end_process(process, seconds)
 
 
 def end_process(process: subprocess.Popen, seconds: float) -> None:

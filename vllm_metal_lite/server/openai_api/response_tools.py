@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.errors import must_be
+from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
 from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
@@ -102,8 +102,10 @@ class ResponseTools:
         if flat in self.callees:
             return flat
         inside = [flat for flat, callee in self.callees.items() if callee.name == name]
-        if "namespace" in chosen or len(inside) != 1:
+        if chosen.get("namespace") is not None or not inside:
             check_named(name, (), where)
+        if len(inside) > 1:
+            raise bad(where, f" names {show(name)}, which several namespaces have: name one")
         return inside[0]
 
 
