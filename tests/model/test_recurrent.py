@@ -210,10 +210,11 @@ def test_states_are_counted_one_a_slot(monkeypatch):
     (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
     assert slots == 8 + 15 * 8
-    too_many = EngineConfig(max_num_seqs=1 << 14)
     monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
-    with pytest.raises(OutOfMemoryError, match=r"recurrent states of 16384 requests.*max_num_seqs"):
-        LLMEngine(model, too_many)
+    for num_blocks in None, 1:
+        too_many = EngineConfig(max_num_seqs=1 << 14, num_blocks=num_blocks)
+        with pytest.raises(OutOfMemoryError, match=r"states of 16384 requests.*max_num_seqs"):
+            LLMEngine(model, too_many)
 
 
 def test_a_pool_without_states_has_no_slots():

@@ -1,4 +1,4 @@
-"""Many requests through one engine, in bounded memory."""
+"""Many requests through one engine: only lines that run, or wait to be written, are in memory."""
 
 import sys
 import time

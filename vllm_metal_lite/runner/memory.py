@@ -120,6 +120,7 @@ class _Sizing:
                 f"={num_blocks} needs {_gib(limit + short)} in all (weights "
                 f"{_gib(self.model.weight_bytes)}{self._states(num_state_slots)} + KV "
                 f"{_gib(store)}), and this device has {_gib(limit)}; lower it",
+                *self._for_states(num_state_slots),
             )
         return groups, num_state_slots
 
@@ -142,9 +143,6 @@ class _Sizing:
         num_state_slots = self._state_slots(left, most)
         left -= num_state_slots * model.state_bytes
         if left < size(1):
-            fewer: tuple = (" or ", Option("max_num_seqs")) if num_state_slots else ()
-            if num_state_slots > config.max_num_seqs:
-                fewer += " or ", Option("state_cache_gib")
             raise OutOfMemoryError(
                 f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
                 f"{self._states(num_state_slots)} + a step of "
@@ -152,7 +150,7 @@ class _Sizing:
                 f"{_gib(size(1))}, and only {_gib(limit * fraction)} of {_gib(limit)} may be used; "
                 "lower ",
                 Option("max_num_batched_tokens"),
-                *fewer,
+                *self._for_states(num_state_slots),
                 " or raise ",
                 Option("memory_fraction"),
             )
@@ -209,3 +207,10 @@ class _Sizing:
         text = f" + recurrent states of {seats} requests"
         text += f" and {num_slots - seats} checkpoints" if num_slots > seats else ""
         return f"{text} {_gib(num_slots * self.model.state_bytes)}"
+
+    def _for_states(self, num_slots: int) -> tuple:
+        """The part of a message that names the options for fewer states."""
+        text: tuple = (" or ", Option("max_num_seqs")) if num_slots else ()
+        if num_slots > self.config.max_num_seqs:
+            text += " or ", Option("state_cache_gib")
+        return text
