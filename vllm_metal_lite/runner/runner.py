@@ -28,7 +28,7 @@ from vllm_metal_lite.sampling.sampler import Sampler
 
 # MLX has no type for this error.  The words must not match a compiler's messages about memory.
 _OUT_OF_MEMORY = re.compile(
-    r"malloc|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
+    r"malloc\]|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
 )
 # The tokens allowed in some sampled rows, or a function that makes them.
 Masks = TokenMasks | Callable[[], TokenMasks | None]

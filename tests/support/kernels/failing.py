@@ -7,7 +7,7 @@ from vllm_metal_lite.kernels import launch as launches
 from vllm_metal_lite.kernels import registry
 from vllm_metal_lite.kernels.launch import Kernel
 
-MESSAGE = "[metal::Device] Unable to build metal library from source"
+MESSAGE = "[metal::Device] Unable to build metal library: unknown name 'malloc_size'"
 
 
 class FailingKernels:
