@@ -27,12 +27,13 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 # The engine in which a kernel is used: (model, fused, way of prompts, options).
 PLAIN = ("llama", False, "gather", {})
+SMALL_STEPS = ("llama", False, "gather", {"max_num_batched_tokens": 12})
 FUSED = ("qwen3", True, "varlen", {})
 QUANTISED = ("llama", False, "gather", {"kv_bits": 8})
 USED_IN = {
     "kv_write": PLAIN,
     "kv_gather": PLAIN,
-    "gather_rows": PLAIN,
+    "gather_rows": SMALL_STEPS,
     "paged_decode": PLAIN,
     "merge_partitions": PLAIN,
     "kv_write_quantised": QUANTISED,
