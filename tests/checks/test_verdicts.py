@@ -176,6 +176,14 @@ def test_a_finding_that_cannot_be_read_is_no_finding(found, tmp_path, value):
     assert ran == checks_for(USE)
 
 
+def test_a_shape_is_not_taken_for_another_that_is_written_alike(found):
+    shape = ExpertShape(8, 64, 64, quantisation=IN_4_BITS)
+    for experts in shape, shape._replace(down=IN_4_BITS):
+        found[1].clear()
+        verify(KernelUse((BFLOAT16,), 8, experts=(experts,)))
+        assert "expert_gemm" in {check.kernel for check in found[1]}
+
+
 def test_a_failure_is_tried_again_and_a_hang_is_not(found, tmp_path):
     results, ran = found
     results["varlen_prefill"] = CheckResult(None, failure="no such function")

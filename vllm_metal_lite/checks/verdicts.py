@@ -40,7 +40,7 @@ def remember(results: Sequence[CheckResult], found: Findings | None = None) -> N
         if (result.passed and not result.timing_failed) or result.ended:
             fields = {**vars(result), "speed": result.speed and vars(result.speed)}
             del fields["check"]
-            found.add(str(result.check), json.dumps(fields))
+            found.add(repr(result.check), json.dumps(fields))
 
 
 def _run(checks: Sequence[Check], known: Sequence[CheckResult]) -> list[CheckResult]:
@@ -62,7 +62,7 @@ def _report(done: int, total: int, check: Check) -> None:
 
 def _recall(found: Findings, check: Check) -> CheckResult | None:
     try:
-        fields = json.loads(found.known[str(check)])
+        fields = json.loads(found.known[repr(check)])
         speed = fields.pop("speed")
         return CheckResult(check, **fields, speed=speed and Speed(**speed))
     except (ValueError, TypeError, LookupError, AttributeError):  # unknown, or from another version

@@ -199,7 +199,7 @@ def _faster_prompt(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype) -> boo
         by_kernels, by_mlx = _mixture_seconds(layer, shape, dtype)
         return "faster" if by_kernels < by_mlx else "slower"
 
-    key = f"prompts with {shape}, {dtype}"
+    key = f"prompts with {shape!r}, {dtype}"
     return timing.timed_once(key, "expert_gemm", "experts of prompts", measure) == "faster"
 
 
