@@ -36,8 +36,8 @@ class NoModel:
 
     def execute(self, batch: Any, *rest: Any) -> StepResult:
         count = len(batch.sample_segments)
-        self._at = (self._at + count) % (len(self._tokens) - count)
-        tokens = mx.array(self._tokens[self._at : self._at + count])
+        tokens = mx.array(self._tokens.take(range(self._at, self._at + count), mode="wrap"))
+        self._at = (self._at + count) % len(self._tokens)
         return StepResult(batch, SamplerOutput(tokens, None, tokens))
 
 

@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
     parser.add_argument("--sessions", type=at_least(1), default=16, help="their number")
     parser.add_argument("--turns", type=at_least(1), default=12, help="of a session")
-    parser.add_argument("--warm", type=at_least(0), default=1, help="sessions that warm up")
+    parser.add_argument("--warm", type=at_least(1), default=1, help="sessions that warm up")
     parser.add_argument("--ours", default="", help="flags of our server")
     parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
     parser.add_argument("--json", type=Path, help="a file for the numbers")

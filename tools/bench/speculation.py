@@ -170,7 +170,7 @@ def main() -> int:
     parts = ("lookups", *LOADS)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--requests", nargs="+", type=int, choices=(1, 8, 32), default=(1, 8, 32))
-    parser.add_argument("--length", type=at_least(1), default=2000)
+    parser.add_argument("--length", type=at_least(20), default=2000)
     parser.add_argument("--runs", type=at_least(1), default=3)
     args = parser.parse_args()
     if "lookups" in args.only:

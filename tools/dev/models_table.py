@@ -81,7 +81,7 @@ def main() -> int:
         results.append(check(name))
         print(f"{results[-1].status:10} {name}")
     PATH.write_text(render(results), encoding="utf-8")
-    return 0
+    return int(any(result.status == "failed" for result in results))
 
 
 if __name__ == "__main__":

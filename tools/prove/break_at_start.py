@@ -25,7 +25,7 @@ from metal.host import installed
 from tests.support.kernels.broken_machine import cases, command, consequence, impatient, use_of
 from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import above_zero, parser_of, print_table, run_main
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.kernels.findings import Findings
@@ -78,7 +78,7 @@ def tokens(verdict: Verdict, attention: str) -> list[list[int]]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=900, help="time limit for all cases")
+    parser.add_argument("--seconds", type=above_zero, default=900, help="time limit for all cases")
     parser.add_argument("--kernel", choices=sorted({kernel for kernel, _ in cases()}))
     args = parser.parse_args()
     on_host = backend.is_cpu()

@@ -40,10 +40,6 @@ class Scaled:
     factor: float
     dims: int
 
-    def scales_all_by(self, factor: float) -> bool:
-        """Whether all elements were multiplied by this number."""
-        return (self.factor, self.dims) == (factor, self.heads.head_dim)
-
 
 @dataclass(frozen=True, slots=True)
 class Attended:
@@ -96,7 +92,8 @@ def split_columns(
     # Parts for recurrent layers know their columns already.
     if not at_indices or any(type(part) is not mx.array for part in parts):
         return parts
-    pairs = list(zip(parts, (0, *indices_or_sections), strict=True))
+    starts = 0, *(index % x.shape[-1] for index in indices_or_sections)  # they may be negative
+    pairs = list(zip(parts, starts, strict=True))
     if x.ndim == 3 and x.shape[1] == 1:
         known = origin_of(x)
         whole = known if isinstance(known, Columns) else Columns(rows_of(x), 0)

@@ -40,9 +40,10 @@ class FusedLayerCache(PagedLayerCache):
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """The queries, in one launch with the pending latents if the kernel takes these."""
         origin = origin_of(scaled)
-        if self._pending is not None and isinstance(origin, Scaled) and origin.scales_all_by(scale):
+        if self._pending is not None and isinstance(origin, Scaled):
+            by_scale = (origin.factor, origin.dims) == (scale, origin.heads.head_dim)
             latents, k_pe = map(origin_of, self._pending)
-            if isinstance(latents, Latents) and isinstance(k_pe, Heads):
+            if by_scale and isinstance(latents, Latents) and isinstance(k_pe, Heads):
                 rows = self.attention.latent_write(self.layer, origin.heads, latents, k_pe)
                 if rows is not None:
                     self._pending = None

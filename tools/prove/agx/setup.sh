@@ -17,6 +17,6 @@ grep -q '^ID=debian' /etc/os-release &&
 packages=mesa-opencl-icd,mesa-drm-shim,ocl-icd-libopencl1,ocl-icd-opencl-dev,opencl-c-headers,gcc,libc6-dev
 debootstrap --variant=minbase --include=$packages sid "$folder" ${mirror:+"$mirror"} >"$folder.log" 2>&1 ||
   { tail -n 20 "$folder.log" >&2; exit 1; }
-mkdir "$folder/agx"
+mkdir -p "$folder/agx"
 cp "$here/loader.c" "$folder/agx/"
 chroot "$folder" gcc -O1 -o /agx/loader /agx/loader.c -lOpenCL
