@@ -105,7 +105,7 @@ async def test_starts_and_stops_leak_nothing(monkeypatch):
         ("demo", EngineConfig(max_model_len=10**9), "max_model_len must be at most"),
         ("demo", EngineConfig(num_blocks=10**9), "num_blocks=1000000000 needs .* this device has"),
         ("/no/such/model", SMALL, "no such folder"),
-        ("unknown", SMALL, ""),
+        ("unknown", SMALL, None),
         ("unreadable", SMALL, r"config\.json"),
     ],
 )
