@@ -254,7 +254,12 @@ async def test_an_engine_whose_steps_all_fail_ends_all_streams():
             f"the device is gone, {i}" for i in range(1, MAX_FAILURES + 1)
         }
         runner.execute = execute
-        assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
+        poison(engine, "launch")
+        prompts = [*PROMPTS[0], POISON], PROMPTS[1]
+        again = [asyncio.ensure_future(collect(engine, p, greedy())) for p in prompts]
+        assert await again[1] == expected(1)
+        with pytest.raises(RuntimeError, match="the forward failed"):
+            await again[0]
         await idle(engine)
 
 

@@ -215,6 +215,13 @@ def test_stepping_an_idle_engine_does_nothing():
     assert engine.metrics()["steps"] == 0
 
 
+def test_ctrl_c_in_the_work_behind_the_last_answer_is_not_lost(tmp_path, monkeypatch):
+    llm = LLM(str(tiny.write_folder(tmp_path)), num_blocks=32, block_size=8)
+    monkeypatch.setattr(llm.engine, "rest", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[0]], greedy(2))
+
+
 def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_path, monkeypatch):
     llm = LLM(str(tiny.write_folder(tmp_path)), num_blocks=32, block_size=8)
     step, calls, finished = llm.engine.step, [], []

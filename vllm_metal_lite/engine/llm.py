@@ -209,9 +209,10 @@ class LLM:
                 if interrupt.pressed:
                     raise KeyboardInterrupt
             until = time.monotonic() + _LONGEST_REST
-            while time.monotonic() < until and self.engine.rest():
-                if interrupt.pressed:
-                    raise KeyboardInterrupt
+            while time.monotonic() < until and self.engine.rest() and not interrupt.pressed:
+                pass
+            if interrupt.pressed:
+                raise KeyboardInterrupt
         return [done[i] for i in ids]
 
 
