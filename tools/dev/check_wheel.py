@@ -99,7 +99,7 @@ def check_server(command: str, folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """An environment without the checkout, this shell's variables or the network."""
+    """This environment without Python's variables, and without the Hugging Face Hub."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     return {**environment, "HF_HUB_OFFLINE": "1"}
 

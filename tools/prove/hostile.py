@@ -1,4 +1,4 @@
-"""Sends hostile but well-formed requests beside one steady stream, and measures the harm to others.
+"""Sends expensive and malformed requests beside one steady stream, and measures the harm to others.
 
     python -m tools.prove.hostile                        all cases, the demo model
     python -m tools.prove.hostile --only 'tools' --only 'text'    cases whose names hold these

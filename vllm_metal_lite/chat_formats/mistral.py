@@ -27,7 +27,7 @@ def _read(reader: Reader, calls: CallWriter) -> Reading[None]:
         yield from json_arguments(reader, calls.arguments, _START)
     except CutShort:
         raise
-    except Malformed:  # nothing stands between calls but a marker
+    except Malformed:  # up to the next marker, all text is the call's
         calls.arguments((reader.recorded or "").lstrip())
         yield from reader.before([_START, "\n"], calls.arguments)
     calls.end()

@@ -98,7 +98,7 @@ def _thoughts(
 def _calls(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, marker: str, out: Trimmed
 ) -> Reading[None]:
-    """Read one or more calls after their marker.  out: gets text that is no call after all."""
+    """Read one or more calls after their marker.  out: receives text that is no call after all."""
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
     calls = writer.calls
     reader.recorded = marker

@@ -18,7 +18,7 @@ def largest_error(
     """The largest error where `expected` is finite, as a share of the allowed one, which is
     rounding * (1 + |expected|) + half_step.
 
-    Infinite for NaN, and for any error if none is allowed.  half_step: of quantisation.
+    Infinite for NaN, and for any error if none is allowed.  half_step: quantisation's own error.
     """
     values = np.array(got.astype(mx.float32), np.float64)
     if values.shape != expected.shape:

@@ -124,7 +124,7 @@ class Child:
             self._opened = opened.pop_all()
 
     def ask(self, check: Check, timed: bool) -> CheckResult:
-        """The result of one check, whatever the kernel does."""
+        """The result of one check.  A hang or a crash is a failure."""
         try:
             return self.call(DEADLINE, run_check.run, check, timed)
         except OSError as e:

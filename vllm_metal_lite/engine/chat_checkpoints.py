@@ -1,4 +1,4 @@
-"""Finds where the prompts of conversations with one beginning diverge.
+"""Finds where other conversations may branch off from a prompt.
 
 Messages alone do not show this place: many templates write earlier messages differently from the
 last one.  So such conversations are rendered too, and their texts are compared.

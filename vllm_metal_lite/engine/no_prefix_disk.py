@@ -6,7 +6,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 class NoPrefixDisk:
-    """Does nothing where a `prefix_disk.disk.PrefixDisk` would work."""
+    """The interface of `prefix_disk.disk.PrefixDisk`, for an engine without one."""
 
     description: str | None = None
     has_copies = False

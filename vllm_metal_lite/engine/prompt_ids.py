@@ -85,7 +85,7 @@ def cache_salt(prompt: Prompt) -> str | None:
 
 
 def check_salt(salt: Any) -> str | None:
-    """A salt, or None for none.  Raises RequestError."""
+    """The salt.  Raises RequestError for anything but None and a non-empty string."""
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(Option("cache_salt"), f" must be a non-empty string, got {show(salt)}")
     check_text("cache_salt", salt)

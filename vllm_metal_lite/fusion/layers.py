@@ -35,8 +35,8 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
 
 
 def _rows_and_norm(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
-    """The rows of x before their norm, and the norm, if each threadgroup of the product should
-    compute the norm; otherwise the rows of x, and None."""
+    """(Rows before their norm, the norm) if each threadgroup of the product should compute the
+    norm; otherwise (rows of x, None)."""
     origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
     small = how is None or outputs * depth <= device.max_normed_weights
     if not small or not isinstance(origin, Normed) or origin.norm.weight is None:

@@ -54,8 +54,8 @@ def norm(value: mx.array, x: mx.array, weight: mx.array | None, eps: float, **_:
 def norm_sum(
     value: mx.array, x: Traced, weight: mx.array | None, eps: float, **how: Any
 ) -> mx.array:
-    """A launch computes the sum, and x becomes its result.  With few rows this is the product
-    before, and the next products compute the norm; otherwise sum and norm are one launch."""
+    """A launch computes the sum, and x becomes its result.  With few rows, the previous
+    product adds and the next products compute the norm; otherwise sum and norm are one launch."""
     shape, rows = x.shape[:-1], x.size // x.shape[-1]
     few = rows in fusion_context().kernels.skinny_rows and rows <= profile().max_normed_rows
     product, other = x.origin.side(Product)

@@ -32,7 +32,7 @@ from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.model.seam.hooks import Hook
 
-# Every other origin, or none.
+# Matches every other origin, and none.
 ANY = object
 
 # The rule of each (operation, origin).  The comment above a group names its launches.

@@ -36,7 +36,7 @@ def gated_delta(
 
         S = S * gate[t];  S = S + beta[t] * (v[t] - S k[t]) k[t]^T;  y[t] = S q[t]
 
-    skip (Hv,): the state space update instead, whose x, B and C are v, k and q:
+    With skip (Hv,), computes the state space update instead, whose x, B and C are v, k and q:
 
         S = S * gate[t];  S = S + beta[t] * v[t] k[t]^T;  y[t] = S q[t] + skip * v[t]
 

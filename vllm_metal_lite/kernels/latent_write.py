@@ -18,7 +18,7 @@ _SIMDGROUPS = 8
 class NewLatents(NamedTuple):
     """This step's rows of a latent layer, as products returned them.
 
-    q: of the first head's rotary part; the next head's is `stride` columns further.  latent, k_pe:
+    q: starts at the first head's rotary part; heads are `stride` columns apart.  latent, k_pe: the
     columns of latents and rotary keys.  norm: of the latents, with a weight.  rope: of the rotary
     parts.
     """

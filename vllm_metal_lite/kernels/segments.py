@@ -32,7 +32,7 @@ def pack_segments(
     starts from; EMPTY_SLOT: zeros.  final_slots: (S,), the slot that takes the state after the
     segment; EMPTY_SLOT: none.  num_rows: packed rows, padding included.  checkpoints: (segment,
     row, slot): `slot` takes the state that `segment` has before packed row `row`.
-    num_segments: the fewest rows of the result but one.
+    num_segments: the result has at least one row more.
     `ForwardBatch.validate` has checked these numbers: a wrong index in a kernel would corrupt
     memory.
 

@@ -15,8 +15,8 @@ from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 class Part(NamedTuple):
     """A block of a KV group, or a state.
 
-    key: of the file.  name: of the block, or of the block before the state.  num_bytes: 0 for a
-    block without layers, which only counts tokens and has no file.
+    key: of the file.  name: of the block, or of the block before the state.  num_bytes: 0 if
+    the group has no layers here: such a block only counts tokens, and has no file.
     """
 
     key: bytes

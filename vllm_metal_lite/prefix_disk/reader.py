@@ -36,7 +36,7 @@ class Restore:
     num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the files
     of the parts that are not in memory, until a thread reads them.  deadline: the time (monotonic)
     when the restore is late.  places: the block or slot of each part.  num_reads, num_bytes,
-    seconds: of the files read; the sum over all threads.
+    seconds: totals of all files and threads.
     """
 
     request: Request

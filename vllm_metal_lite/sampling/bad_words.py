@@ -63,7 +63,7 @@ class BadWords(LogitsProcessor[_Words]):
             )
             for _, words in members
         ]
-        # One entry a word.
+        # The arrays have one entry for each word.
         which = np.repeat(np.array([row for row, _ in members], np.int32), counts)
         at = mx.array(which), mx.array(np.concatenate([words.last for _, words in members]))
         req_indices = rows.req_indices.astype(np.int32)

@@ -28,5 +28,5 @@ class Constraint(Protocol):
         ...
 
     def error(self) -> str:
-        """Why no token may come next, after a failure of the constraint itself; "" without one."""
+        """The error of a constraint that has failed: no token may come next.  "": it works."""
         ...

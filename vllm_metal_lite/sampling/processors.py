@@ -50,7 +50,7 @@ class LogitsProcessor(Generic[T]):
         self.seats.pop(req_index, None)
 
     def of_rows(self, rows: SampledRows) -> Operation | None:
-        """The option of these rows; None if no row has it."""
+        """The option's operation for these rows; None if no row has the option."""
         seats, req_indices = self.seats, rows.req_indices.tolist()
         members = [(row, seats[r]) for row, r in enumerate(req_indices) if r in seats]
         return self.gather(members, rows) if members else None
@@ -80,7 +80,7 @@ class DeviceMasks:
 
 
 class AllowedTokens(LogitsProcessor[np.ndarray]):
-    """Excludes all tokens but some.  A seat keeps bits, see TokenMasks."""
+    """Excludes all tokens but those listed.  A seat keeps bits, see TokenMasks."""
 
     def add(self, req_index: int, token_ids: Sequence[int], vocab_size: int) -> None:
         self.seats[req_index] = pack_mask(token_ids, vocab_size)
@@ -166,7 +166,7 @@ def _exclude_ends(
 
 
 def _index(members: Iterable[tuple[int, np.ndarray]]) -> tuple[mx.array, mx.array]:
-    """(rows, tokens), (N,) int32 each, of members (row, its tokens)."""
+    """Members (row, its tokens) as two arrays: rows and tokens, (N,) int32 each."""
     rows, tokens = zip(*members, strict=True)
     repeated = np.repeat(np.array(rows, np.int32), [len(each) for each in tokens])
     return mx.array(repeated), mx.array(np.concatenate(tokens))

@@ -70,8 +70,8 @@ class KVCacheManager:
         return None
 
     def wanted(self, request: Request, num_new_tokens: int) -> list[int]:
-        """Blocks per group for all known tokens, computed num_new_tokens at a time, plus one block
-        unless the request ends first."""
+        """Blocks that each group needs for the known tokens, computed num_new_tokens at a time, and
+        one block more unless the request ends first."""
         size = min(len(request.token_ids) + self.block_size, request.max_length - 1)
         return [
             min(group.most_blocks(size, num_new_tokens, self.block_size), pool.num_blocks)

@@ -29,7 +29,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment,
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
-# Waiting requests that a step may pass over, because each must wait.
+# Requests that admission may skip in a step: they wait for a leader, or for the disk.
 _MAX_PASSED = 64
 
 

@@ -23,8 +23,8 @@ class Delta:
     back.
     token_ids, logprobs: of all new tokens, with or without events.
     num_reasoning_tokens: all new tokens if any of them belongs to thoughts, else 0.
-    finish_reason: in the last Delta, "stop", "length" or "tool_calls"; before, and of an answer
-    that fails, None.
+    finish_reason: in the last Delta, "stop", "length" or "tool_calls"; None before, and if the
+    answer fails.
     """
 
     choice: int

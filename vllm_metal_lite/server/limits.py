@@ -41,7 +41,7 @@ MAX_N = 128  # as in OpenAI's API
 # Tokens times the log-probabilities of each.  A request with n=1 may always fill the context.
 MAX_PROMPT_LOGPROBS, MAX_LOGPROBS_OF_ANSWERS = 200_000, 500_000
 # In a body's JSON.  Parsing takes a microsecond an object, and 30 ns a number such as a token id;
-# commas count the numbers.
+# commas are counted instead of numbers.
 MAX_CONTAINERS, MAX_COMMAS = 20_000, 1_000_000
 _FEW = 1 << 16  # bytes; a smaller body is always cheap to parse
 _SLICE = 1 << 18

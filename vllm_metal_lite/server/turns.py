@@ -52,7 +52,7 @@ async def prepare(
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
     asked = params.structured_outputs
     form = asked
-    # A continued answer without calls is in its channel already, where the form alone applies.
+    # A continued answer is past its header, which the grammar of channels would ask for again.
     if (tools and choice.mode != "none") or "continue_final_message" not in conversation.template:
         form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
     if form is not None and form is not asked:

@@ -9,7 +9,7 @@ import numpy as np
 MIN_MATCH = 3  # two tokens match too often by chance
 _MAX_MATCH = 32
 _MAX_EDIT = 2  # newest tokens that may be an edit
-_MAX_PLACES = 64  # matching places that are compared, the latest
+_MAX_PLACES = 64  # the latest matching places, which are compared
 
 
 def look_up(token_ids: np.ndarray, max_drafts: int) -> np.ndarray:

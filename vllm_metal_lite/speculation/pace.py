@@ -14,7 +14,7 @@ def width(num_rows: int) -> int:
 
 
 class Pace:
-    """Seconds of steps without prompts: plain ones by their decodes, drafted ones by their rows."""
+    """Seconds of steps without prompts, by their rows, with drafts and without."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)

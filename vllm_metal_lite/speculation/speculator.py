@@ -19,7 +19,7 @@ _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # A request starts with these counts: accepted drafts, and steps with a rejected one.
 _ACCEPTED, _REJECTED = 4.0, 1.0
 _MIN_REJECTED = 1e-3  # a rate stays below 1
-_FADE = 0.9  # of the counts, per draft
+_FADE = 0.9  # factor of both counts at each draft
 _RECOVER = 0.02  # share of the way back to the first counts, per step without a draft
 
 
@@ -72,7 +72,7 @@ class Speculator:
         return self._best_cap(looked_at, drafts, len(decodes)) > 0
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """The drafts of decodes, given the most tokens of each."""
+        """The drafts of decodes.  wanted: (request, the most drafts)."""
         requests = [request for request, _ in wanted]
         drafts = [self._draft(request, min(most, MAX_DRAFT)) for request, most in wanted]
         cap = self._best_cap(requests, drafts, len(wanted))

@@ -55,7 +55,7 @@ class Thinking:
             return True
         if self._inner is None:
             return False
-        # The answer may begin like `start`: ask `inner` for the token after these.
+        # The tokens of `start` so far may be the answer's: `inner` accepts them, and is asked then.
         limited, num_asked = self._inner.fill(bits), 0
         for token in self._start[:num_written]:
             if limited and not (bits & self._mask(token)).any():

@@ -115,7 +115,7 @@ def _tcp_store(
         return dist.TCPStore(
             host, port, size, rank == 0, wait, wait_for_workers=False, master_listen_fd=listening
         )
-    except Exception as e:  # torch has several
+    except Exception as e:  # each of torch's stores raises its own type
         what = "cannot listen at" if rank == 0 else f"found no rank 0 within {limit:.0f} s at"
         raise RankError(f"rank {rank} {what} {where}: {one_line(e)}") from e
 
@@ -176,7 +176,7 @@ def _get(store: dist.Store, key: str | int, rank: int, size: int) -> Any:
     """The value that a rank gave under a key.  RankError if the rank is silent or has failed."""
     try:
         value, failure = json.loads(store.get(f"metal_lite/{key}"))
-    except Exception as e:  # torch has a type for each store
+    except Exception as e:  # each of torch's stores raises its own type
         limit = store.timeout.total_seconds()
         raise RankError(
             f"rank {rank} of {size} has not answered (limit: {limit:.0f} s): {one_line(e)}"

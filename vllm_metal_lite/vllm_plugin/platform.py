@@ -138,7 +138,7 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def _nothing(cls, *_: Any) -> None:
-        """MLX owns the only device.  Noise follows from each request's seed.  vLLM's compiled
-        kernels and attention backends are not used."""
+        """Does nothing: MLX owns the only device, each request has its own seed, and vLLM's
+        compiled kernels and attention backends are not used."""
 
     set_device = manual_seed_all = import_kernels = update_block_size_for_backend = _nothing

@@ -38,8 +38,8 @@ def checks() -> Iterator[Check]:
 
 
 def named_texts() -> dict[str, KernelText]:
-    """The texts of each check under its name; and the kernel's, if it is not the check's; and a
-    number, if it is not the first text of this kernel there."""
+    """The texts of all checks.  A name is the check's, then the kernel's if that is another, then
+    #2, #3, ... for the further texts of a kernel."""
     found: dict[str, KernelText] = {}
     for check in dict.fromkeys(checks()):
         numbers: Counter[str] = Counter()

@@ -34,8 +34,8 @@ from vllm_metal_lite.specs import AttentionShape
 class KernelAttention:
     """Plans steps, in which only kernels write and read the store.
 
-    The state is the ticket that orders the kernels.  prefill: the path of large prompts.
-    shapes: of the layers.  failed_kernels: replaced as the registry says.
+    The state is the ticket that orders the kernels.  prefill: the path of large prompts.  shapes:
+    the layers' shapes.  failed_kernels: not used; the registry says what replaces them.
     """
 
     name = "kernels"

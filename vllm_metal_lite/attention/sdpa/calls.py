@@ -89,7 +89,7 @@ class SdpaPlan:
         self._plans: dict[tuple, StepCalls] = {}
 
     def step_calls(self, kv_group: int, call: AttentionCall, unfused: Unfused | None) -> StepCalls:
-        """unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all."""
+        """unfused: which calls of the layer MLX does not fuse; None: MLX fuses all."""
         longest = int(self.batch.seq_lens.max())
         window, chunk = (
             None if limit is not None and limit >= longest else limit

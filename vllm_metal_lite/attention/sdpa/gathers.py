@@ -44,7 +44,7 @@ class Joined:
 def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, list[int]]]:
     """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more.
 
-    Of each gather: its slots (K,), and where the keys of each call begin in them.
+    Returns for each gather its slots (K,), and where the keys of each call begin in them.
     """
     spans = _spans(calls)
     found: list[tuple[list[np.ndarray], list[int]]] = []

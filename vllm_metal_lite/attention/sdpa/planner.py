@@ -81,7 +81,7 @@ class CallPlanner:
     """Cuts a step into SDPA calls that together cover every row of the batch once.
 
     attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
-    unfused: limits of a layer some of whose calls MLX does not fuse; None: MLX fuses all.
+    unfused: which calls of the layer MLX does not fuse; None: MLX fuses all.
 
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has

@@ -23,8 +23,8 @@ Scores = dict[str, Any] | None  # `logprobs` of a choice
 class Writer(ABC):
     """Makes the choice of one answer.
 
-    head: fields of a first chunk without news; None: there is none.
-    empty: of a chunk that has other news than text.
+    head: fields of the first chunk, which has no text; None: there is none, or it was sent.
+    empty: fields of a chunk without text.
     reports_reasoning: whether the usage counts tokens of thoughts.
     """
 
