@@ -54,8 +54,13 @@ def test_a_bad_request_is_refused_and_others_go_on(fault):
     done = tiny.run(engine)
     assert list(done) == ["good"]
     assert done["good"].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)
-    engine.add_request("bad", prompt, GREEDY)  # the id is still free
-    assert tiny.run(engine)["bad"].finished
+    other = tiny.engine(max_model_len=64, max_num_batched_tokens=32)
+    other.add_request("good", prompt, GREEDY)
+    answers = []
+    for each in engine, other:  # the id is still free, and the default seed is the next one
+        each.add_request("bad", prompt, SamplingParams(max_tokens=8))
+        answers.append(tiny.run(each)["bad"].outputs[0].token_ids)
+    assert answers[0] == answers[1]
 
 
 def test_request_ids_are_strings():

@@ -154,6 +154,7 @@ class LLMEngine:
             if pooling is not None and pooling.score_token_ids is None:
                 self.pooling.add(request, pooling, request.num_prompt_tokens)
         self._requests[request_id] = answers
+        self.intake.num_requests += 1
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""

@@ -1,6 +1,5 @@
 """Makes the answers of a user's request, or refuses it."""
 
-import itertools
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -20,11 +19,11 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Intake:
-    """Makes answers from users' arguments."""
+    """Makes answers from users' arguments.  num_requests: those accepted so far."""
 
     def __init__(self, model: LoadedModel, max_model_len: int, config: EngineConfig) -> None:
         self._model, self._max_model_len, self._config = model, max_model_len, config
-        self._arrivals = itertools.count()
+        self.num_requests = 0
 
     def answers(
         self,
@@ -51,7 +50,7 @@ class Intake:
             ends = [] if text is None else encode("", model.tokenizer)
             token_ids = truncate(token_ids, pooling, self._max_model_len, ends)
         salt, positions = cache_salt(prompt), _check_checkpoints(checkpoints, len(token_ids))
-        arrival = next(self._arrivals)
+        arrival = self.num_requests
         seed = params.seed if params.seed is not None else hash((self._config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:

@@ -138,7 +138,7 @@ class FakeEngine(LLMEngine):
         """Add a request.  fields: further arguments of `add_request`, or fields of the Request."""
         number = len(self.requests)
         request_id = request_id or f"r{number}"
-        self.intake._arrivals = iter([fields.pop("arrival", number)])
+        self.intake.num_requests = fields.pop("arrival", number)
         params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
         self.add_request(request_id, prompt, params, **how)
