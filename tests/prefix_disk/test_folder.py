@@ -285,6 +285,7 @@ def test_two_processes_write_at_once(tmp_path):
     while any(writer.poll() is None for writer in writers):
         with watcher._locked():  # nobody renames a file while they are counted
             assert bytes_on_disk(path) <= QUOTA
+        time.sleep(0.01)  # without a pause, the writers may wait for the lock in vain
     close(watcher)
     assert [writer.returncode for writer in writers] == [0, 0]
     assert check(path) > 0
