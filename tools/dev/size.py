@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Part: (file patterns, limit), in lines.
 BUDGET = {
-    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_207),
+    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_202),
     "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_725),
     "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_105),
     "tools": (("tools/*", *(f"tools/**/*.{end}" for end in ("py", "sh", "c", "h"))), 6_074),

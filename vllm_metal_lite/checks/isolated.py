@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds until a process is ready: a slow disk may have to read Python and MLX.
 _START = 120.0
-# Seconds to compile up to four instantiations, a few seconds each, and check and time the kernel.
+# Seconds for one check.  A check compiles up to four instantiations, a few seconds each.
 DEADLINE = 60.0
 
 # Gets the number of checks done, their total, and the check that begins.

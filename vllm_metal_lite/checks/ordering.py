@@ -27,7 +27,7 @@ from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
-# How launches are cut into command buffers: the words for users, and MLX's settings.
+# MLX's settings for each way to divide launches among command buffers, by its description.
 BUFFERS = {
     "one launch a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
     "all launches in one": {"MLX_MAX_OPS_PER_BUFFER": "10000", "MLX_MAX_MB_PER_BUFFER": "10000"},

@@ -1,7 +1,7 @@
 """`vllm-metal-lite doctor`: examines the machine, and checks and times the kernels.
 
-Each part is printed when it is known.  The report has the results so far, also after an error and
-after Ctrl-C (exit code 130).
+Prints each part as soon as its result is known.  An error or Ctrl-C (exit code 130) ends the
+examination; the report then has the results so far.
 
 Exit code 0: all is well, or there is no GPU and so nothing to check.  1: a kernel is wrong,
 launches run out of order, or the kernels give other tokens than the reference.  A slow kernel is

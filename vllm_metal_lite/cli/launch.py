@@ -197,8 +197,7 @@ def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator
     """The model of a server at a URL that is started, and ends with the block."""
     command = [sys.executable, "-m", "vllm_metal_lite", *serve]
     # In a group of its own: Ctrl-C is the agent's.
-    how = {"stdout": subprocess.DEVNULL, "start_new_session": True}
-    with _process(command, 30, **how) as server:
+    with _process(command, 30, stdout=subprocess.DEVNULL, start_new_session=True) as server:
         while (model := _find_model(url, key, name)) is None:
             if server.poll() is not None:
                 raise MetalLiteError("the server did not start; the lines above say why")

@@ -58,8 +58,8 @@ class FailedSteps:
         self.at_fault = requests
 
     def _note(self, error: Exception) -> None:
-        """Count a failure, from 1 again once all requests have ended.  Log it: perhaps no request
-        ends with its error."""
+        """Count and log a failure.  The count restarts after all requests have ended.  The log may
+        be the only place that shows the error."""
         self._num_failures = 1 if self.is_hopeless else self._num_failures + 1
         logger.warning(f"a step of the engine failed: {one_line(error)}")
 

@@ -39,7 +39,7 @@ _ROUNDS = 5
 
 # Steps of few rows
 
-# The kernel's rows go from the first of _FEWEST that wins to the last of _SIZES, by bisection.
+# The kernel gets the row counts from its first win in _FEWEST to its last in _SIZES (bisection).
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
 # At most _ROUNDS chains of _STEPS steps, and fewer of both if a candidate would take longer than

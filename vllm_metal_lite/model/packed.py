@@ -103,7 +103,7 @@ class PackedModel:
             self._wrapped.append(body)
 
     def release(self) -> None:
-        """Undo the wrapping: the model is as it was.  Do not use this object afterwards."""
+        """Restore the original calls of the model.  Do not use this object afterwards."""
         for module in self._wrapped:
             unwrap_call(module)
 

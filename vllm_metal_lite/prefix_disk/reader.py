@@ -75,7 +75,7 @@ class Reader:
         return wants
 
     def _find(self, request: Request, hit: PrefixHit) -> Restore | None:
-        """The restore of a request with this hit in memory; None if computing is faster."""
+        """Plan the restore behind a hit in memory; None if computing the prefix is faster."""
         parts, size, known = self._parts, self._kv.block_size, self._folder.known
         if request.skip_prefix_cache_read or not known:
             return None

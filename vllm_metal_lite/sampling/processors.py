@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.drafts import Drafts
+from vllm_metal_lite.sampling.logits import row_numbers
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 
 LARGE = 1e18  # bounds options that have no limit, so that float32 holds their products
@@ -64,8 +65,7 @@ class DeviceMasks:
 
     def __init__(self, masks: TokenMasks, num_rows: int) -> None:
         order = np.argsort(masks.rows)
-        is_all = len(masks.rows) == num_rows
-        self.rows = None if is_all else mx.array(masks.rows[order].astype(np.int32))
+        self.rows = row_numbers(masks.rows[order], num_rows)
         self.bits = mx.array(np.ascontiguousarray(masks.bits[order]).view(np.uint32))
 
     def apply(self, x: mx.array) -> mx.array:

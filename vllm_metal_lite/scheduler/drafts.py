@@ -106,5 +106,5 @@ class DraftScheduler:
         if self._states is not None and end % self.kv.block_size == 0 and self.kv.enable_caching:
             assert request.state is not None, "a running request has a state"
             checkpoint = Checkpoint(request, request.state.final, end, rolling=True)
-            self._states.name_one(checkpoint, output)
+            self._states.name(checkpoint, output)
         return True

@@ -153,7 +153,8 @@ class Scheduler:
         """
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         if self._states is not None:
-            self._states.name(output)
+            for checkpoint in output.checkpoints:  # requests of later steps may start there
+                self._states.name(checkpoint, output)
         if not self.shares_in_step:
             for segment in output.segments:
                 if segment.request.status is running:

@@ -95,12 +95,7 @@ class StateScheduler:
 
     # Names
 
-    def name(self, output: SchedulerOutput) -> None:
-        """Name the states that a step in flight leaves: requests of later steps may start there."""
-        for checkpoint in output.checkpoints:
-            self.name_one(checkpoint, output)
-
-    def name_one(self, checkpoint: Checkpoint, output: SchedulerOutput) -> None:
+    def name(self, checkpoint: Checkpoint, output: SchedulerOutput) -> None:
         """Name a state that the step `output` leaves, unless its request was aborted."""
         request, position = checkpoint.request, checkpoint.position
         if position > request.num_tokens or not self.kv.may_name(request):

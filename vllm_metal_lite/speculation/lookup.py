@@ -13,7 +13,7 @@ _MAX_PLACES = 64  # the latest matching places, which are compared
 
 
 def look_up(token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
-    """The tokens that probably follow token_ids, (n,) int32: at most max_drafts, perhaps none.
+    """Up to max_drafts tokens that probably follow token_ids; both are (n,) int32.
 
     They follow the longest match of the last tokens; of equal matches, the latest.  If nothing
     matches, the text may be edited here: then the tokens before the newest one or two are matched.

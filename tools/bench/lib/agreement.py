@@ -36,8 +36,8 @@ class Agreement:
 
     @property
     def within_ties(self) -> bool:
-        """Up to the margin of `doctor`; more if mlx-lm alone is noisier: with experts, a rounding
-        error can send a token to another expert, and the logits change by more than that."""
+        """Whether the margin is at most that of `doctor`, or four times the noise of mlx-lm alone.
+        A rounding error can send a token to another expert, which changes the logits by more."""
         return self.margin <= max(TIE_16_BIT, 4 * self.noise)
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ class ConvInput(mx.array):
         self.state, self.rows = state, rows
 
     def __getitem__(self, index: Any) -> "ConvInput":
-        """The next state.  The recurrence has stored it, so self is a placeholder."""
+        """A placeholder for the next state, which the recurrence has stored."""
         return self
 
 

@@ -41,7 +41,7 @@ class Add:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters of its tokens; a pooling request samples one token, which is discarded."""
+        """The sampling parameters.  A pooling request samples one token, which nobody gets."""
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
 
 
