@@ -46,7 +46,7 @@ class CompletionOutput:
     text: made from the tokens when it is read, so an unread answer costs nothing.
     finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
     "length" (max_tokens or the context is reached), "abort" or "error".
-    error: why no further token could be sampled, in one line; None unless finish_reason is "error".
+    error: why the answer cannot continue, in one line; None unless finish_reason is "error".
     stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
     num_shown_tokens: leading tokens that the text of a finished answer shows; None before the end,
     and where a stop string cut the text within a token.

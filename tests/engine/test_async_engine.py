@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.support.engine.faults import PLACES, decodes_from, spoil
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
 from tests.support.run_python import run_python
@@ -209,7 +210,17 @@ async def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, sea
         assert [str(results.pop(i)) for i in (5, 2)] == ["the forward failed"] * 2
         assert results == [expected(i, name=name) for i in good]
         await idle(engine)
-        assert not engine._engine.scheduler.one_by_one
+        assert not engine._engine.scheduler.suspects
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_request_that_fails_when_it_decodes_harms_no_other_request(engine, place):
+    spoil(engine._engine, {"0": (decodes_from(3), place)})
+    streams = [collect(engine, p, greedy(), request_id=str(i)) for i, p in enumerate(PROMPTS)]
+    bad, *results = await asyncio.gather(*streams, return_exceptions=True)
+    assert str(bad) == "the forward failed"
+    assert results == [expected(i) for i in range(1, len(PROMPTS))]
+    await idle(engine)
 
 
 async def test_several_prompts_of_one_step_whose_forwards_fail_harm_no_other_request(engine):

@@ -356,7 +356,7 @@ def test_a_failed_step_is_taken_back_and_computed_again():
     assert len(engine.scheduler.waiting) == 3
     assert decode.status is first.status is second.status is RequestStatus.WAITING
     assert first.num_computed_tokens == second.num_computed_tokens == 0
-    engine.scheduler.one_by_one = False  # the engine looks for the prompt at fault
+    engine.scheduler.suspects.clear()  # the engine looks for the prompt at fault
     # r0's first block was written before; r2 shares what r1 writes now.
     assert shape(engine.step()) == [("r2", 8, 1), ("r0", 4, 4), ("r1", 0, 9)]
     run_and_check(engine)

@@ -138,4 +138,6 @@ class Conversation:
         try:
             return self.engine.step()
         except Exception as e:
+            if not self.engine.requests_at_fault:  # the next step is another try
+                return []
             raise RequestError(f"a step of the engine failed: {one_line(e)}") from e

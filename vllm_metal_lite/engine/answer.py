@@ -3,6 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
+from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -77,6 +78,13 @@ class Answer:
 
     def take(self, result: StepResult, rows: range) -> bool:
         """Take the tokens of a step's rows; True when one ends the answer."""
+        try:
+            return self._take(result, rows)
+        except Exception as e:  # no other answer of the step must end
+            self.abort(f"the answer cannot be recorded: {one_line(e)}")
+            return True
+
+    def _take(self, result: StepResult, rows: range) -> bool:
         for row in rows:
             if row in result.no_token:
                 return self.fail(result.no_token[row])
@@ -134,18 +142,18 @@ class Answer:
         self.output.stop_reason, self.output.finish_reason = stop_reason, reason
         return True
 
-    def abort(self, reason: str = "abort") -> None:
-        """End the answer with its current tokens."""
+    def abort(self, error: str = "") -> None:
+        """End the answer with its current tokens.  error: why; "": somebody wanted the end."""
+        self.output.error = error or None
         self._end_text(len(self._token_ids))
-        self._finish(reason)
+        self._finish("error" if error else "abort")
 
     def fail(self, reason: int) -> bool:
         """End the answer because no token can be sampled (see `no_token`); returns True."""
         has_grammar = self.params.structured_outputs is not None
         error = "" if self.constraint is None else self.constraint.error()
         count = len(self._token_ids)
-        self.output.error = no_token.why(reason, self.params, count, has_grammar, error)
-        self.abort("error")
+        self.abort(no_token.why(reason, self.params, count, has_grammar, error))
         return True
 
     def _append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:

@@ -156,8 +156,9 @@ class LLMEngine:
         self._requests[request_id] = answers
         self.intake.num_requests += 1
 
-    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""
+    def abort(self, request_ids: str | Iterable[str], error: str = "") -> list[RequestOutput]:
+        """End requests with their current tokens; returns their outputs.  Ignores unknown ids.
+        error: why, in one line; "": the caller wants the end."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         ids = list(ids) if isinstance(ids, Iterable) else [ids]
         if not all(isinstance(request_id, str) for request_id in ids):
@@ -166,7 +167,7 @@ class LLMEngine:
         for request_id in ids:
             for answer in self._requests.get(request_id, []):
                 if not answer.output.finished:
-                    answer.abort()
+                    answer.abort(error)
                     self._end(answer)
                     if answer.result.finished:
                         ended.append(answer.result)
@@ -184,7 +185,7 @@ class LLMEngine:
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
         the exception propagates: nothing is lost.  An error of a forward whose requests have all
         ended is only logged.  If recording its tokens fails, the step is not repeated.  The caller
-        ends `requests_at_fault` with the error, and may call `step` again.
+        ends `requests_at_fault` with the error, often none, and may call `step` again.
         """
         steps = self.in_flight
         propose = None if self.speculator is None else self._propose
@@ -204,8 +205,10 @@ class LLMEngine:
             steps.rollback()
             return []
         except Exception as e:
-            is_wanted = self.failed_steps.blame(steps.culprit(), e)
+            is_wanted = self.failed_steps.blame(steps.outputs, e)
             steps.rollback()
+            if self.failed_steps.is_hopeless and steps.works(self.intake.one_token()):
+                self.failed_steps.num_failures = 0
             if is_wanted:
                 raise
             return []
@@ -237,6 +240,8 @@ class LLMEngine:
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
+        if self.scheduler.suspects:  # a failure must show its step
+            return False
         if output.has_drafts or self.prefix_disk.has_copies or self.scheduler.may_preempt():
             return False
         if self.speculator is None or not self.scheduler.drafts.has_room:
@@ -256,7 +261,6 @@ class LLMEngine:
 
     def _finish(self, output: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Record a completed step; returns the requests that got a token."""
-        self.constraints.accept(output, result)
         self._record(output, result)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(result.batch.prompt_segments.tolist()):

@@ -90,6 +90,11 @@ class Intake:
         result.outputs = [answer.output for answer in answers]
         return answers
 
+    def one_token(self) -> Answer:
+        """A request of one token, to find out whether any step succeeds."""
+        prompt, name = {"prompt_token_ids": [0]}, "\0one token"  # no user's id
+        return self.answers(name, prompt, ONE_TOKEN, 0, 0, ())[0]
+
 
 def _check_arguments(request_id: Any, params: Any, priority: Any, fair_round: Any) -> None:
     """Raise RequestError for arguments of the wrong type."""

@@ -16,7 +16,7 @@ from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list, text_or_ids
 from vllm_metal_lite.engine.scores import plan_scores
-from vllm_metal_lite.errors import RequestError, show
+from vllm_metal_lite.errors import RequestError, one_line, show
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class LLM:
         checkpoints: numbers of tokens after which later prompts may continue differently (see
         `LLMEngine.add_request`), for all prompts, or a list per prompt.
         If a prompt can never be served, raises RequestError with its index before computing
-        anything.
+        anything.  A request whose own steps fail ends with `error`, and no other request does.
         """
         batch = as_list(prompts)
         params = _one_each(sampling_params, len(batch), "sampling_params")
@@ -193,7 +193,11 @@ class LLM:
         """The finished requests of the prompts.  params: PoolingParams."""
         # The shortest goes first: attention pads the prompts of a step to like lengths.
         lengths = [_length(prompt) for prompt in prompts]
-        return self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
+        done = self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
+        for i, output in enumerate(done):
+            if (error := output.outputs[0].error) is not None:
+                raise RequestError(f"prompt {i}: {error}")
+        return done
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -202,7 +206,7 @@ class LLM:
             tqdm(total=len(ids), disable=not use_tqdm, desc="prompts", unit="prompt") as bar,
         ):
             while len(done) < len(ids):
-                for output in self.engine.step():
+                for output in self._step():
                     if output.finished:
                         done[output.request_id] = output
                         bar.update()
@@ -214,6 +218,17 @@ class LLM:
             if interrupt.pressed:
                 raise KeyboardInterrupt
         return [done[i] for i in ids]
+
+    def _step(self) -> list[RequestOutput]:
+        """Run a step; returns the requests that got a token, or that end since they spoil it."""
+        try:
+            return self.engine.step()
+        except Exception as e:
+            lost = self.engine.requests_at_fault
+            ended = self.engine.abort(lost, f"a step of the engine failed: {one_line(e)}")
+            if self.engine.failed_steps.is_hopeless or len(ended) < len(lost):
+                raise
+            return ended
 
 
 def _one_each(value: Any, count: int, name: str) -> list:

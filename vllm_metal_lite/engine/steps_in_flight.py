@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
 
 from vllm_metal_lite.batch.pooling_table import PoolingTable
@@ -11,6 +10,7 @@ from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler
@@ -31,7 +31,7 @@ class StepsInFlight:
         seats: Seats,
         constraints: Constraints,
         pooling: PoolingTable,
-        answers: Mapping[str, Answer],
+        answers: dict[str, Answer],
     ) -> None:
         self._scheduler, self._pipeline, self._seats = scheduler, pipeline, seats
         self._constraints, self._pooling, self._answers = constraints, pooling, answers
@@ -82,20 +82,29 @@ class StepsInFlight:
     def finish(self) -> tuple[SchedulerOutput, StepResult]:
         """Wait for the oldest step; a failure leaves it in flight."""
         result = self._pipeline.finish()
+        self._constraints.accept(self.outputs[0], result)
         return self.outputs.popleft(), result
 
-    def culprit(self) -> SchedulerOutput:
-        """The step that raised.  A launch may also raise the error of the step before it."""
-        if not self.outputs:
-            return SchedulerOutput()
-        if len(self._pipeline.steps) == len(self.outputs):
-            return self.outputs[0]
+    def works(self, answer: Answer) -> bool:
+        """Whether a step of this new request alone succeeds, or finds no room.  Nothing stays."""
+        request, scheduler = answer.request, self._scheduler
+        self._answers[request.request_id] = answer
+        scheduler.add(request)
+        scheduler.suspects[request] = 0
         try:
-            for step in self._pipeline.steps:
-                step.wait()
-        except Exception:
-            return self.outputs[0]
-        return self.outputs[-1]
+            output = scheduler.schedule_alone([request])
+            self.launch(output)
+            if not output.is_empty:
+                self.advance()
+                self.finish()
+        except Exception as e:
+            self.rollback()
+            return isinstance(e, StatesLost)
+        finally:
+            scheduler.finish(request)
+            self._seats.remove(request)
+            del self._answers[request.request_id]
+        return True
 
     def rollback(self) -> None:
         """Undo all steps; their requests return to the queue."""

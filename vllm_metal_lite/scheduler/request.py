@@ -89,6 +89,8 @@ class Request:
     num_restored_tokens: int = field(init=False, default=0)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
+    # How often a step of it has failed without showing the request at fault.
+    num_suspected: int = field(init=False, default=0)
     # Tokens known before the step in flight samples the first of them; `advance` appends them.
     forced_token_ids: list[int] = field(init=False, default_factory=list, repr=False)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.

@@ -59,7 +59,8 @@ class Scheduler:
         self.drafts = DraftScheduler(self.kv, self._states)
         # Whether a request waits until its prefix is read.  The prefix disk sets this function.
         self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
-        self.one_by_one = False  # admit a request only if no other prompt is being computed
+        # While there are suspects, each step holds one of them, alone.  See FailedSteps.
+        self.suspects: dict[Request, int] = {}
         self.num_preemptions = 0
         self.counts = TokenCounts()
         # Each unfinished request is in one of these queues, or ended by `advance`.
@@ -100,6 +101,7 @@ class Scheduler:
         else:
             self.waiting.discard(request)
         request.status = RequestStatus.FINISHED
+        self.suspects.pop(request, None)
 
     # Steps
 
@@ -109,16 +111,15 @@ class Scheduler:
 
         propose: makes the drafts of decodes; None: the step has none.
         """
-        out = SchedulerOutput()
-        if self.kv.states is not None:
-            self.kv.states.begin_step()
+        out = self.schedule_alone(self.suspects)
         phases = [self._schedule_decodes, self._schedule_prefills]
         whole = self.config.prefill_policy == "whole"
         if whole and (self._prompts or not self._prefilled_last):
             phases.reverse()
-        phases[0](out)
-        if not whole or out.is_empty:
-            phases[1](out)
+        if out.is_empty:
+            phases[0](out)
+            if not whole or out.is_empty:
+                phases[1](out)
         if out.is_empty and self.partials:
             self._break_deadlock(out)
         self._prefilled_last = any(s.is_prompt for s in out.segments[out.num_decodes :])
@@ -131,6 +132,23 @@ class Scheduler:
         if len(prefills) > 1:
             prefills.sort(key=lambda s: s.num_scheduled > 1)
             out.segments[out.num_decodes :] = prefills
+        return out
+
+    def schedule_alone(self, requests: Iterable[Request]) -> SchedulerOutput:
+        """A step of the first of these suspects that can run now.  Empty if none can: then others
+        must run first, since they hold the blocks."""
+        out = SchedulerOutput()
+        if self.kv.states is not None:
+            self.kv.states.begin_step()
+        for request in requests:
+            if request.status is RequestStatus.WAITING:
+                self._admit(out, [request], starting=True)
+            elif request in self.decodes:
+                self._decode(out, [request])
+            else:
+                self._resume(out, [request])
+            if out.segments or out.preempted:
+                break
         return out
 
     def may_preempt(self) -> bool:
@@ -252,10 +270,14 @@ class Scheduler:
     # The three phases
 
     def _schedule_decodes(self, out: SchedulerOutput) -> None:
+        self._decode(out, self.decodes)
+        self._resume(out, [r for r in self.partials if not r.is_prompt(r.num_computed_tokens)])
+
+    def _decode(self, out: SchedulerOutput, decodes: Iterable[Request]) -> None:
         budget, block_size = self.config.max_num_batched_tokens, self.kv.block_size
         states, state = self._states, None
         # Preemption removes only the last request of this list, so the iteration stays valid.
-        for request in self.decodes:
+        for request in decodes:
             if len(out.segments) == budget:
                 break
             start = request.num_computed_tokens
@@ -275,14 +297,13 @@ class Scheduler:
                 else:
                     out.named += self.kv.name_blocks(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
-        self._resume(out, [r for r in self.partials if not r.is_prompt(r.num_computed_tokens)])
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
         prompts = self._prompts
         self._resume(out, prompts)
         # A preempted request is admitted first, and there are no blocks for it now.
         if not out.preempted:
-            self._admit(out, starting=not prompts)
+            self._admit(out, self.waiting, starting=not prompts)
 
     @property
     def _prompts(self) -> list[Request]:
@@ -297,21 +318,21 @@ class Scheduler:
             if num_new_tokens > 0:
                 out.segments.append(self._schedule_chunk(request, num_new_tokens, out))
 
-    def _admit(self, out: SchedulerOutput, starting: bool) -> None:
-        """Give seats to waiting requests, in order.
+    def _admit(self, out: SchedulerOutput, waiting: Sequence[Request], starting: bool) -> None:
+        """Give seats to requests of the queue, in order.
 
         Admission needs blocks for the known tokens of this and all running requests, plus one block
         each; with fewer, a preemption would soon follow.  (With nothing running, it always fits.)
         A request that does not fit blocks the queue.
         """
-        if not self.waiting or not self._has_room(out):
+        if not waiting or not self._has_room(out):
             return
         # A loop over all running requests: most steps return before it.
         left, at, states = self.spare_blocks(), 0, self._states
-        while at < min(len(self.waiting), _MAX_PASSED + 1):
+        while at < min(len(waiting), _MAX_PASSED + 1):
             if min(left) <= 0 or not self._has_room(out):
                 break
-            request = self.waiting[at]
+            request = waiting[at]
             hit = self.kv.find_prefix(request)
             start = hit.num_tokens
             if self.must_wait(request, hit) or (
@@ -358,7 +379,7 @@ class Scheduler:
         """Whether a seat and a token of the budget are left."""
         return (
             self.num_running < self.config.max_num_seqs
-            and not (self.one_by_one and self.partials)
+            and not (self.suspects and out.segments)
             and self._tokens_left(out) > 0
         )
 
