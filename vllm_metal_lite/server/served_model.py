@@ -67,6 +67,8 @@ class Model:
         self.engine: LoadedEngine | None = None
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
+        self.unwanted_since = -inf  # when the last of them left
+        self.reserved = 0  # bytes for the engine that loads
         self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
         self.retry_at = -inf
@@ -76,6 +78,13 @@ class Model:
     @property
     def client(self) -> EngineClient | None:
         return self.engine.client if self.engine is not None and self.engine.alive else None
+
+    @property
+    def size(self) -> int:
+        """Bytes that its engine may use; 0 if there is none and none loads."""
+        if self.engine is not None and self.engine.alive:
+            return self.engine.size
+        return self.reserved if self.is_loading else 0
 
     @property
     def num_unfinished(self) -> int:

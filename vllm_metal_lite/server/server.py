@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,8 +152,7 @@ class Serving:
             server.num_accepted -= 1
             ended = server.requests.pop(add.request_id, None)
             if ended is not None and server.logs_requests:
-                with suppress(OSError):  # the reader of our output is gone
-                    print(summary(ended), flush=True)
+                print(summary(ended), flush=True)
 
     def stream(
         self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = KEEP_ALIVE

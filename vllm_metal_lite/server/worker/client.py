@@ -179,9 +179,9 @@ class EngineClient:
 
     def _end(self, why: str) -> None:
         """The process has ended."""
-        if not self._is_stopping:
-            lost = len(self.requests)
-            logger.error(f"{why}; {lost} requests failed; the next request starts a new engine")
+        lost = len(self.requests)
         self.why_ended = why
         self.ended.set()
         self.failed([*self.requests, *self._replies], EngineLost(why))
+        if not self._is_stopping:
+            logger.error(f"{why}; {lost} requests failed; the next request starts a new engine")
