@@ -3,6 +3,8 @@
 import asyncio
 import random
 
+import httpx
+
 from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.offload import REQUESTER, Requester
@@ -64,3 +66,21 @@ async def test_the_engine_serves_clients_in_rounds():
     await asyncio.gather(*tasks)
     await engine.stop()
     assert ended.index("other") == 1
+
+
+def test_paths_and_users_are_clients_of_their_own(running, monkeypatch):
+    seen = []
+    next_round = FairRounds.next_round
+    monkeypatch.setattr(
+        FairRounds, "next_round", lambda self, c, all_: seen.append(c) or next_round(self, c, all_)
+    )
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for path, body in [
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", {**chat, "user": "index"}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
+    ]:
+        assert httpx.post(running.url + path, json=body, timeout=60).status_code == 200
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3

@@ -1,6 +1,6 @@
 """The base of all bodies of requests."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
@@ -14,6 +14,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
+    user: Any = None  # a part of the client's identity, see `server.endpoint`
 
     _check_fields = model_validator(mode="before")(check_fields)
     _whole = field_validator("*", mode="before")(whole)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, AnswerUpda
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
+
+_STUCK_SECONDS = 120.0  # without a message while requests run; compiling takes a minute
 
 
 class EngineClient:
@@ -38,6 +41,7 @@ class EngineClient:
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
         self._fair, self._is_stopping = FairRounds(), False
+        self._heard_at = time.monotonic()  # the last message, or the first request after a pause
         self._replies: dict[str, asyncio.Future[Any]] = {}  # by request id, FILES or FACTS
         self._files, self._facts = self._reply(FILES), self._reply(FACTS)
         self._link = link.Link(name, check, self._take, self._end)
@@ -82,6 +86,11 @@ class EngineClient:
         """Answers that run, wait or are being prepared."""
         return self.num_preparing + sum(g.params.n for g in self.requests.values())
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests run, and the process has said nothing for a long time."""
+        return bool(self.requests) and time.monotonic() - self._heard_at > _STUCK_SECONDS
+
     @asynccontextmanager
     async def generate(
         self, add: Add, on_update: Callable[[RequestState, float], None] | None = None
@@ -96,6 +105,8 @@ class EngineClient:
         fair_round = self._fair.next_round(client, rounds)
         add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.model.tokenizer, on_update)
+        if not self.requests:
+            self._heard_at = time.monotonic()
         self.requests[request_id] = request
         try:
             if add.sampling.structured_outputs is not None:
@@ -142,6 +153,7 @@ class EngineClient:
     # What the process calls
 
     def _take(self, message: tuple[str, tuple[Any, ...]]) -> None:
+        self._heard_at = time.monotonic()
         method, args = message
         getattr(self, method)(*args)
 
