@@ -29,8 +29,11 @@ _POSTS = (
     ("/v1/chat/completions", chat.ChatCompletionRequest, chat.chat_completions),
     ("/v1/completions", completions.CompletionRequest, completions.completions),
     ("/v1/embeddings", pooling.EmbeddingRequest, pooling.embeddings),
-    ("/v1/rerank", pooling.RerankRequest, pooling.rerank),
-    ("/v1/score", pooling.ScoreRequest, pooling.score),
+    *(
+        (path, pooling.RerankRequest, pooling.rerank)
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
+    *((path, pooling.ScoreRequest, pooling.score) for path in ("/v1/score", "/score")),
     ("/v1/responses", responses.ResponsesRequest, responses.create_response),
     ("/v1/messages", messages.MessagesRequest, messages.create_message),
     ("/v1/messages/count_tokens", messages.CountTokensRequest, messages.count_tokens),

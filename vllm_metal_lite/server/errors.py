@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import BusyError, MetalLiteError, show
@@ -73,13 +72,6 @@ def shown_error(e: Exception) -> ApiError:
         return ApiError(503, str(e), code="server_busy", headers={"Retry-After": "1"})
     if isinstance(e, MetalLiteError):
         return ApiError(400, str(e), param=e.option)
-    if isinstance(e, ValidationError):
-        first = e.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"]
-        if first["type"] not in ("missing", "json_invalid"):  # there the input is the whole body
-            message += f", got {show(first['input'])}"
-        return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):
         return ApiError(503, str(e), code=e.code, headers={"Retry-After": "5"})
     logger.error("a request failed", exc_info=e)
