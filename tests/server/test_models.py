@@ -22,7 +22,7 @@ class FakeEngine:
     def __init__(self, world: "World", source: str, size: float) -> None:
         self.world, self.source, self.size = world, source, size
         self.ended = asyncio.Event()
-        self.why_ended, self.num_unfinished = None, 0
+        self.why_ended, self.num_unfinished, self.not_finite = None, 0, False
 
     async def stop(self) -> None:
         await asyncio.sleep(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.errors import BusyError, ModelLoadError
+from vllm_metal_lite.errors import NOT_FINITE, BusyError, ModelLoadError
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
@@ -112,9 +112,12 @@ class Model:
 
     @property
     def error(self) -> str | None:
-        """Why the model failed to load, or its engine ended; None if nothing went wrong since."""
+        """Why the model failed to load, its engine ended, or its numbers are of no use; None if
+        nothing went wrong since."""
         if self.engine is not None and not self.engine.alive:
             return self.engine.client.why_ended
+        if self.engine is not None and self.engine.client.not_finite:
+            return f"it computed numbers that are not finite: {NOT_FINITE}"
         return self.failure
 
     def start_with(self, engine: LoadedEngine) -> None:

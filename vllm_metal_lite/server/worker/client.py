@@ -38,6 +38,7 @@ class EngineClient:
         self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
+        self.not_finite = False  # the model has computed NaN or infinity for a request
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
         self._fair, self._is_stopping = FairRounds(), False
@@ -180,6 +181,7 @@ class EngineClient:
             if request is not None:
                 request.take(of_request)
                 if request.finished:
+                    self.not_finite |= request.not_finite
                     del self.requests[request_id]
 
     def measured(self, metrics: dict[str, int]) -> None:
