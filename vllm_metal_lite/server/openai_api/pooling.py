@@ -1,7 +1,6 @@
 """`/v1/embeddings` as OpenAI has it, `/v1/rerank` and `/v1/score` as vLLM has them, `/v2/rerank` as
 Cohere has it."""
 
-import asyncio
 import base64
 import time
 import uuid
@@ -176,7 +175,7 @@ async def _scores(
     )
     places = [place for field, texts in fields.items() for place in places_of(field, texts)]
     requests, values = await _pool(serving, body, plan.prompts, places, plan.params, True)
-    return plan.scores(values), _common(serving, requests)
+    return await offload(plan.scores, values), _common(serving, requests)
 
 
 async def _pool(
@@ -195,20 +194,19 @@ async def _pool(
     with serving.preparing():
         token_ids = await offload(_token_ids, model, prompts, places, params, special)
     seats = model.facts.max_num_seqs
-    free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
+    most = min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting)
 
     async def run(ids: list[int]) -> RequestState:
-        async with free:
-            prompt = RenderedPrompt(ids)
-            request = await serving.generate("embd-", prompt, params, **body.scheduling())
-            await request.complete()
-            return request
+        prompt = RenderedPrompt(ids)
+        request = await serving.generate("embd-", prompt, params, **body.scheduling())
+        await request.complete()
+        return request
 
     # The shortest goes first: attention pads the prompts of a step to like lengths.
     order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
-    done = await all_of(run(token_ids[i]) for i in order)
+    done = await all_of((run(token_ids[i]) for i in order), most)
     requests = [request for _, request in sorted(zip(order, done, strict=True))]
-    return requests, [checked(request.pooled, params) for request in requests]
+    return requests, await offload(lambda: [checked(r.pooled, params) for r in requests])
 
 
 def _token_ids(

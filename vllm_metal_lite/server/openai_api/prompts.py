@@ -76,11 +76,18 @@ def places_of(field: str, values: Any) -> list[str]:
     return [f"{field}.{i}" for i in range(len(values))]
 
 
-async def all_of(starts: Iterable[Coroutine[Any, Any, RequestState]]) -> list[RequestState]:
-    """The results, in order.  If one fails, none is left running."""
+async def all_of(
+    starts: Iterable[Coroutine[Any, Any, RequestState]], most: int
+) -> list[RequestState]:
+    """The results, in order.  If one fails, none is left running.  most: that run at once."""
+    free, tasks = asyncio.Semaphore(most), []
     try:
         async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(start) for start in starts]
+            for start in starts:
+                await free.acquire()
+                tasks.append(running.create_task(start))
+                tasks[-1].add_done_callback(lambda _: free.release())
+                await asyncio.sleep(0)  # one start at a time: the event loop serves others between
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -37,6 +37,7 @@ class EngineClient:
         self.metrics: dict[str, int] = {}
         self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
+        self._num_answers = 0  # of these
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.not_finite = False  # the model has computed NaN or infinity for a request
         self.ended = asyncio.Event()  # the process has ended
@@ -85,7 +86,7 @@ class EngineClient:
     @property
     def num_unfinished(self) -> int:
         """Answers that run, wait or are being prepared."""
-        return self.num_preparing + sum(g.params.n for g in self.requests.values())
+        return self.num_preparing + self._num_answers
 
     @property
     def is_stuck(self) -> bool:
@@ -102,13 +103,13 @@ class EngineClient:
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
         client = REQUESTER.get().client
-        rounds = (request.fair_round for request in self.requests.values())
-        fair_round = self._fair.next_round(client, rounds)
+        fair_round = self._fair.next_round(client)
         add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.model.tokenizer, on_update)
         if not self.requests:
             self._heard_at = time.monotonic()
         self.requests[request_id] = request
+        self._num_answers += request.params.n
         try:
             if add.sampling.structured_outputs is not None:
                 await self._accepted(request_id, "compile", request_id, add.sampling, client)
@@ -116,7 +117,7 @@ class EngineClient:
             yield request
         finally:
             self._replies.pop(request_id, None)
-            self.requests.pop(request_id, None)
+            self._drop(request_id)
             if not request.finished:
                 self.call("abort", request_id)
 
@@ -147,6 +148,14 @@ class EngineClient:
         """Have the process call a method of its Worker."""
         self._link.send((method, args))
 
+    def _drop(self, request_id: str) -> RequestState | None:
+        """Forget a request that ends, unless that is done."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._num_answers -= request.params.n
+            self._fair.end(request.fair_round)
+        return request
+
     def _reply(self, key: str) -> asyncio.Future[Any]:
         self._replies[key] = reply = asyncio.get_running_loop().create_future()
         return reply
@@ -167,7 +176,7 @@ class EngineClient:
     def failed(self, keys: Iterable[str], error: Exception) -> None:
         """An error ends requests, or the start."""
         for key in keys:
-            if request := self.requests.pop(key, None):
+            if request := self._drop(key):
                 request.fail(error)
             reply = self._replies.pop(key, None)
             if reply is not None and not reply.done():
@@ -182,7 +191,7 @@ class EngineClient:
                 request.take(of_request)
                 if request.finished:
                     self.not_finite |= request.not_finite
-                    del self.requests[request_id]
+                    self._drop(request_id)
 
     def measured(self, metrics: dict[str, int]) -> None:
         self.metrics = metrics
