@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import events, page, status
+from vllm_metal_lite.server import events, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
@@ -50,6 +50,7 @@ def make_app(server: Server) -> ASGIApp:
     ]
     for module in model_list, events, status:
         routes += module.routes(server)
+    routes.append(openapi.route(routes, {path: body for path, body, _ in _POSTS}))
     app = Starlette(
         routes=[*routes, *page.ROUTES],
         middleware=guards(server.config),
