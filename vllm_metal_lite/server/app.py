@@ -1,6 +1,7 @@
 """The routes of the server."""
 
 import uuid
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_metal_lite.errors import shorten
 from vllm_metal_lite.server import events, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
+from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
     chat,
@@ -25,7 +27,7 @@ from vllm_metal_lite.server.openai_api import (
 from vllm_metal_lite.server.security import guards
 from vllm_metal_lite.server.server import Server, endpoint
 
-_POSTS = (
+_POSTS: tuple[tuple[str, type[Body], Any], ...] = (
     ("/v1/chat/completions", chat.ChatCompletionRequest, chat.chat_completions),
     ("/v1/completions", completions.CompletionRequest, completions.completions),
     ("/v1/embeddings", pooling.EmbeddingRequest, pooling.embeddings),
@@ -45,7 +47,7 @@ _POSTS = (
 def make_app(server: Server) -> ASGIApp:
     """The ASGI application of a server whose models have been started."""
     routes = [
-        Route(path, endpoint(server, body, handler), methods=["POST"])  # type: ignore[arg-type]
+        Route(path, endpoint(server, body, handler), methods=["POST"])
         for path, body, handler in _POSTS
     ]
     for module in model_list, events, status:

@@ -59,11 +59,11 @@ def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict
         hints = get_type_hints(SamplingParams)
         for field, described in schema["properties"].items():
             hint = hints.get(RENAMED.get(field, field))
-            # A field without a type here has the type of SamplingParams, which checks the value.
+            # A field without a type here has the type of SamplingParams, or is null.
             if field == "thinking":  # Anthropic's API gives that name to something else
                 continue
             if hint is not None and not described.keys() - {"title", "default"}:
-                described |= TypeAdapter(hint).json_schema(ref_template=f"{_PARTS}{{model}}")
+                described |= TypeAdapter(hint | None).json_schema(ref_template=f"{_PARTS}{{model}}")
                 parts |= described.pop("$defs", {})
         content = {"application/json": {"schema": {"$ref": f"{_PARTS}{body.__name__}"}}}
         operation["requestBody"] = {"required": True, "content": content}
