@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+# In each message about a model whose numbers are not finite, which is no fault of a request.
+NOT_FINITE = "its weights are damaged, or its numbers do not fit its dtype"
+
 
 class Option(str):
     """The name of an option or a parameter, in a message."""

@@ -101,7 +101,22 @@ def test_bad_blocks_are_named(content):
 def test_an_image_in_a_result_is_named():
     shown = [block("A picture:"), {"type": "image", "source": {}}]
     [said] = messages(user([result("t1", shown)]))
-    assert said["content"] == "A picture:\n[image: left out, since the model takes text only]"
+    named = "[image: left out, since the model takes text only]"
+    assert said["content"] == f"A picture:\n{named}"
+    _, said = messages(user([result("t1", "see:"), {"type": "image", "source": {}}]))
+    assert said["content"] == named
+
+
+@pytest.mark.parametrize("place", ["message", "result"])
+def test_documents_and_search_results_of_text_are_read(place):
+    plain = {"type": "text", "media_type": "text/plain", "data": "All of it."}
+    blocks = [
+        {"type": "document", "title": "T", "context": "C", "source": plain},
+        {"type": "document", "source": {"type": "content", "content": [block("a"), block("b")]}},
+        {"type": "search_result", "title": "S", "source": "https://x", "content": [block("c")]},
+    ]
+    [said] = messages(user(blocks if place == "message" else [result("t1", blocks)]))
+    assert said["content"] == "T\nC\nAll of it.\na\nb\nS\nc"
 
 
 def test_bad_blocks_of_the_assistant_are_named():

@@ -130,7 +130,7 @@ BAD = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema must be"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0: item_reference"),
-        ({"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
+        ({"input": [{"type": "hologram"}]}, "'hologram' are not supported"),
         ({"input": [user([{"type": "input_image"}])]}, "input.0.content.0: this server takes text"),
         ({"input": "x" * 20_000}, "input", "maximum context length is 4096"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort", "got 5"),

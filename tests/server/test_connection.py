@@ -61,6 +61,35 @@ def test_a_client_that_breaks_its_body_off_is_no_error(running, caplog):
     assert not caplog.records
 
 
+def test_a_bad_chunk_right_behind_the_head_is_one_answer_and_no_traceback(running, caplog):
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = raw(running.url, head + b"ZZ\r\n")
+    assert answer.count(b"HTTP/1.1 4") == 1
+    assert "illegal chunk header" in parsed(answer).json()["error"]["message"]
+    assert ask(running.url, "/health").status == 200
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stream", [b"", b', "stream": true'])
+def test_a_client_that_only_stops_sending_gets_its_answer(running, stream):
+    body = BODY[:-1] + stream + b"}"
+    with connect(running.url) as sock:
+        sock.sendall(post_head(CHAT, f"Content-Length: {len(body)}") + body)
+        sock.shutdown(socket.SHUT_WR)
+        answer = read_all(sock)
+    while answer.startswith(b"HTTP/1.1 100 "):
+        answer = answer.partition(b"\r\n\r\n")[2]
+    assert parsed(answer).status == 200
+    assert b'"finish_reason":"' in answer
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]:80", "evil.example"])
+def test_a_whole_uri_as_the_target(running, host):
+    status = 403 if "evil" in host else 200
+    assert ask(running.url, f"http://{host}/v1/models").status == status
+    assert ask(running.url, f"http://{host}", host="localhost").status == status
+
+
 def test_head_has_no_body(running):
     answer = ask(running.url, "/", method="HEAD")
     assert answer.status == 200

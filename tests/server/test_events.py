@@ -4,14 +4,17 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
 
 from tests.support.server.cli_kit import SAFETY
+from tests.support.server.command import eventually
 from tests.support.server.kit import Running, serving
 from vllm_metal_lite.server.events import Live
 
@@ -77,6 +80,26 @@ def test_the_server_counts_what_a_silent_engine_does_not_tell(running):
         finally:
             os.kill(client.pid, signal.SIGCONT)
         asking.join()
+
+
+def test_an_engine_that_is_alive_and_silent_is_stuck(running, monkeypatch):
+    monkeypatch.setattr("vllm_metal_lite.server.worker.client._STUCK_SECONDS", 0.2)
+    (client,) = running.server.models.loaded.values()
+    health = partial(httpx.get, f"{running.url}/health", timeout=60)
+    time.sleep(0.3)
+    assert health().json() == {"status": "ok"}  # an idle engine says nothing
+    os.kill(client.pid, signal.SIGSTOP)
+    try:
+        ask = {"url": f"{running.url}/v1/chat/completions", "json": LONG, "timeout": 60}
+        asking = threading.Thread(target=httpx.post, kwargs=ask)
+        asking.start()
+        stuck = eventually(lambda: (answer := health()).status_code == 503 and answer)
+        assert stuck.json() == {"status": "stuck", "models": ["demo"]}
+        assert httpx.get(f"{running.url}/status", timeout=60).json()["models"][0]["stuck"]
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
+    asking.join()
+    assert health().status_code == 200
 
 
 def test_the_end_of_an_engine_is_told():

@@ -3,6 +3,8 @@
 import asyncio
 import random
 
+import httpx
+
 from tests.support.server.kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.offload import REQUESTER, Requester
@@ -11,20 +13,21 @@ from vllm_metal_lite.server.worker.messages import Add
 
 
 def test_a_newcomer_passes_a_pile():
-    fair, unfinished = FairRounds(), []
-    for _ in range(10):
-        unfinished.append(fair.next_round("pile", unfinished))
-    assert unfinished == list(range(10))
-    assert fair.next_round("other", unfinished) == 0
-    assert fair.next_round("other", unfinished[4:]) == 4
-    assert fair.next_round("pile", unfinished[4:]) == 10
+    fair = FairRounds()
+    assert [fair.next_round("pile") for _ in range(10)] == list(range(10))
+    assert fair.next_round("other") == 0
+    for ended in 0, 0, 1, 2, 3:
+        fair.end(ended)
+    assert fair.next_round("other") == 4
+    assert fair.next_round("pile") == 10
 
 
 def test_one_client_alone_is_served_in_order_and_nothing_is_kept():
     fair = FairRounds()
-    rounds = [fair.next_round("a", []) for _ in range(3)]
-    assert rounds == [0, 0, 0]
-    fair.next_round("b", [])
+    for _ in range(3):
+        assert fair.next_round("a") == 0
+        fair.end(0)
+    fair.next_round("b")
     assert list(fair._last) == ["b"]
 
 
@@ -34,13 +37,14 @@ def test_no_request_waits_forever():
     waiting = []  # (round, arrival, client)
 
     def add(client: str, arrival: int) -> None:
-        waiting.append((fair.next_round(client, [r for r, *_ in waiting]), arrival, client))
+        waiting.append((fair.next_round(client), arrival, client))
 
     for i in range(20):
         add("pile", i)
     for i in range(20, 500):
         served = min(waiting)
         waiting.remove(served)
+        fair.end(served[0])
         add(rng.choice(["x", "y"]), i)
         if not any(client == "pile" for *_, client in waiting):
             break
@@ -64,3 +68,21 @@ async def test_the_engine_serves_clients_in_rounds():
     await asyncio.gather(*tasks)
     await engine.stop()
     assert ended.index("other") == 1
+
+
+def test_paths_and_users_are_clients_of_their_own(running, monkeypatch):
+    seen = []
+    next_round = FairRounds.next_round
+    monkeypatch.setattr(
+        FairRounds, "next_round", lambda self, c: seen.append(c) or next_round(self, c)
+    )
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for path, body in [
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", {**chat, "user": "index"}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
+    ]:
+        assert httpx.post(running.url + path, json=body, timeout=60).status_code == 200
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3

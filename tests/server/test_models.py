@@ -22,7 +22,7 @@ class FakeEngine:
     def __init__(self, world: "World", source: str, size: float) -> None:
         self.world, self.source, self.size = world, source, size
         self.ended = asyncio.Event()
-        self.why_ended, self.num_unfinished = None, 0
+        self.why_ended, self.num_unfinished, self.not_finite = None, 0, False
 
     async def stop(self) -> None:
         await asyncio.sleep(0)
@@ -39,7 +39,7 @@ class World:
     """Starts fake engines, and checks that they fit into memory.
 
     weights: GiB of each source's weight files.  failing: why a source does not load.  broken: why
-    its files cannot be.  seconds: that loading takes.
+    its files cannot be.  stuck: sources whose load never ends.  seconds: that loading takes.
     """
 
     def __init__(self, memory: float = 10, **weights: float) -> None:
@@ -48,9 +48,10 @@ class World:
         self.started: list[str] = []
         self.failing: dict[str, str] = {}
         self.broken: dict[str, str] = {}
+        self.stuck: set[str] = set()
         self.seconds = 0.0
         self.now = 0.0
-        self.num_loading = 0
+        self.loading: list[float] = []  # sizes
         self.hold, self.end = asyncio.Event(), asyncio.Event()  # a start may continue, may end
         self.hold.set()
         self.end.set()
@@ -66,26 +67,30 @@ class World:
         return self.now
 
     async def start(self, source: str, configure, check: EngineConfig | None) -> FakeEngine:
-        assert self.num_loading == 0, "two models are loaded at once"
-        self.num_loading += 1
+        size = 0.0
         try:
             await asyncio.sleep(0)
             if check is not None and source in self.broken:
                 raise ModelLoadError(self.broken[source])
             config = await configure(int(self.weights.get(source, 0) * GIB))
+            size = config.memory_fraction * self.memory
+            self.loading.append(size)
+            used = sum(self.loading) + sum(e.size for e in self.alive)
+            assert used <= self.memory + 1e-6, "too much is loaded"
             await self.hold.wait()
+            if source in self.stuck:
+                await asyncio.Event().wait()
             self.now += self.seconds
             if source in self.failing:
                 raise ModelLoadError(self.failing[source])
-            size = config.memory_fraction * self.memory
             engine = FakeEngine(self, source, size)
             self.alive.append(engine)
             self.started.append(source)
-            assert sum(e.size for e in self.alive) <= self.memory + 1e-6, "too much is loaded"
             return engine
         finally:
             await self.end.wait()
-            self.num_loading -= 1
+            if size:
+                self.loading.remove(size)
 
 
 class FakeModels(Models):
@@ -290,6 +295,36 @@ async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
     engine = models.by_name["a"].engine
     assert engine is not None
     assert engine.users == 0
+
+
+async def test_a_load_that_never_ends_keeps_no_other_model_from_loading():
+    world = World(memory=10, a=1, b=1, c=1)
+    models = world.models("a", "b", "c")
+    await models.start()
+    world.stuck.add("b")
+    waits = await asked_for(models, "b")
+    assert state_of(models, "b") == ("loading", None)
+    await asyncio.wait_for(once(models, "c"), 10)
+    assert not waits.done()
+    await models.stop()
+    with pytest.raises(ApiError, match="shutting down"):
+        await waits
+
+
+async def test_a_load_without_requests_ends_and_frees_its_memory(monkeypatch):
+    monkeypatch.setattr("vllm_metal_lite.server.models._UNWANTED_SECONDS", 0.001)
+    world = World(memory=10, a=7, b=7)
+    models = world.models("a", "b")
+    await models.start()
+    world.stuck.add("b")
+    waits = await asked_for(models, "b")
+    assert (world.loading, world.alive) == ([9.75], [])
+    back = await asked_for(models, "a")  # no room: b might still come
+    assert not back.done()
+    waits.cancel()
+    assert await asyncio.wait_for(back, 10) is world.alive[0]
+    assert state_of(models, "b")[0] == "unloaded"
+    assert world.loading == []
 
 
 async def test_many_wait_for_one_load_but_no_more_than_may_run_or_wait():

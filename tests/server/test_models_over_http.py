@@ -5,7 +5,9 @@ import shutil
 import httpx
 import pytest
 
-from tests.support.server.kit import serving
+from tests.support.server.cli_kit import model_folder
+from tests.support.server.kit import serving, user
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.server.served_model import ModelSpec
@@ -72,3 +74,20 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
         assert pid() == before
     assert "the model demo is loaded, in " in caplog.text
     assert "makes room" not in caplog.text
+
+
+def test_weights_that_are_not_finite_are_the_servers_fault_and_shown(tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "nan")
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = weights["model.norm.weight"] * mx.nan
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    with serving([ModelSpec("nan", str(folder))]) as running:
+        for path, body in [
+            ("chat/completions", {"messages": [user("hi")], "max_tokens": 3}),
+            ("embeddings", {"input": "hi"}),
+        ]:
+            reply = httpx.post(f"{running.url}/v1/{path}", json=body, timeout=600)
+            assert reply.status_code == 500
+            assert "weights are damaged" in reply.json()["error"]["message"]
+        model = httpx.get(f"{running.url}/status", timeout=600).json()["models"][0]
+        assert (model["state"], "not finite" in model["error"]) == ("loaded", True)

@@ -49,6 +49,10 @@ def test_an_image_in_a_result_is_named():
     for role in "tool", "function":
         [said] = chat_messages([{"role": role, "tool_call_id": "1", "content": parts}])
         assert said["content"] == "[image_url: left out, since the model takes text only]\nb"
+    *_, said = chat_messages(
+        [{"role": "tool", "content": "see:"}, {"role": "user", "content": parts}]
+    )
+    assert said["content"] == "[image_url: left out, since the model takes text only]\nb"
     with pytest.raises(ApiError, match="image_url"):
         chat_messages([{"role": "user", "content": parts}])
 

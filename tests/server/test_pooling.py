@@ -1,12 +1,15 @@
 """`/v1/embeddings`, `/v1/rerank` and `/v1/score`, as clients see them, beside the Python API."""
 
 import base64
+from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 
 from vllm_metal_lite import LLM, EngineConfig, PoolingParams
+from vllm_metal_lite.model.files.pooling_config import PoolingConfig
+from vllm_metal_lite.server.openai_api import prompts
 
 ENGINE = {"num_blocks": 256, "max_model_len": 128}
 SERVING = {"engine": EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, **ENGINE)}
@@ -101,6 +104,55 @@ def test_long_inputs_are_cut_if_asked(post):
     assert reply.json()["usage"]["prompt_tokens"] == 128
 
 
+def test_a_text_far_beyond_the_context_is_cut_to_its_beginning(post):
+    text = "word " * 500_000  # more than the server counts
+    reply = post("embeddings", input=[text, "A dog"], truncate_prompt_tokens=-1).json()
+    same = post("embeddings", input=["word " * 400, "A dog"], truncate_prompt_tokens=-1).json()
+    for found, wanted in zip(reply["data"], same["data"], strict=True):
+        np.testing.assert_allclose(found["embedding"], wanted["embedding"], atol=1e-5)
+    for path, body in ("rerank", {"query": "a", "documents": [text]}), ("score", {"text_1": text}):
+        body |= {"truncate_prompt_tokens": 100} | ({"text_2": "b"} if path == "score" else {})
+        assert post(path, **body).status_code == 200
+
+
+def test_one_long_list_of_token_ids_is_one_input(post):
+    ids = [5, 6, 7] * 1000
+    assert post("embeddings", input=ids).json()["error"]["code"] == "context_length_exceeded"
+    reply = post("embeddings", input=ids, truncate_prompt_tokens=128).json()
+    assert reply["usage"]["prompt_tokens"] == 128
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_may_be_objects(http, path):
+    """/v2/rerank: Cohere's newer client; /rerank: LiteLLM's."""
+    documents = [{"text": TEXTS[0]}, TEXTS[1]]
+    reply = http.post(path, json={"query": "A dog", "documents": documents}).json()
+    assert reply["results"][0]["document"] == {"text": TEXTS[1]}
+    assert http.post("/score", json={"text_1": "a", "text_2": "b"}).status_code == 200
+
+
+def test_the_text_of_all_pairs_is_bounded(running, post, monkeypatch):
+    """A reranker reads the query and the instruction once a document."""
+    body = {"query": "q" * 9_000, "documents": ["d"] * 1_000, "instruction": "i" * 9_000}
+    model = next(iter(running.server.models.loaded.values())).model
+    pooling = PoolingConfig(score_token_ids=(1, 2))
+    monkeypatch.setattr(model, "facts", replace(model.facts, pooling=pooling))
+    error = post("rerank", **body).json()["error"]
+    assert "18,010,000 characters, and at most 16,000,000" in error["message"]
+
+
+def test_the_first_input_that_is_too_long_ends_the_work(http, monkeypatch):
+    encoded = []
+    whole = prompts.encode_prompt
+    monkeypatch.setattr(
+        prompts, "encode_prompt", lambda m, text, s: encoded.append(text) or whole(m, text, s)
+    )
+    texts = ["A dog", "word " * 400, *(f"text {i}" for i in range(900))]
+    reply = http.post("/v1/embeddings", json={"input": texts})
+    assert "input.1" in reply.json()["error"]["message"]
+    assert len(encoded) == 2
+
+
 def test_rerank_and_score(post, llm):
     wanted = [output.score for output in llm.score("A story", TEXTS)]
     scores = post("score", text_1="A story", text_2=TEXTS).json()
@@ -128,6 +180,11 @@ def test_rerank_and_score(post, llm):
         ("rerank", {"query": "a", "documents": ["word " * 400]}, "documents", "context"),
         ("rerank", {"query": "word " * 90_000, "documents": ["a"]}, "query", "context"),
         ("score", {"text_1": "a", "text_2": ["b", "word " * 400]}, "text_2", "context"),
+        ("rerank", {"query": "a", "documents": ["b", {"title": "c"}]}, "documents.1", "a text"),
+        ("rerank", {"query": "a", "documents": ["b", ""]}, "documents.1", "empty"),
+        ("embeddings", {"input": ["a", "", "b"]}, "input.1", "empty"),
+        ("score", {"text_1": 3, "text_2": "b"}, "text_1", "a text, or a list"),
+        ("score", {"text_1": {"a": 1}, "text_2": "b"}, "text_1", "a text, or a list"),
         ("rerank", {"query": "", "documents": ["a"]}, "query", "empty"),
         ("rerank", {"query": "a", "documents": []}, "documents", "at least one"),
         ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n"),

@@ -9,6 +9,14 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "run", "arguments": '{
 CALLED = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}}
 
 
+HOSTED = (
+    "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output",
+    "apply_patch_call", "apply_patch_call_output", "computer_call", "computer_call_output",
+    "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+    "file_search_call", "image_generation_call", "code_interpreter_call", "tool_search_output",
+)  # fmt: skip
+
+
 def item(role, text):
     return {"type": "message", "role": role, "content": text}
 
@@ -81,6 +89,8 @@ def test_an_image_in_an_output_is_named():
     [said] = input_messages([output("c", parts, "custom_tool_call_output")], None)
     named = "[input_image: left out, since the model takes text only]"
     assert said["content"] == f"A picture:\n{named}"
+    *_, said = input_messages([CALL, output("c1", "see:"), item("user", parts)], None)
+    assert said["content"] == f"A picture:\n{named}"
 
 
 def test_tools_and_what_the_host_has_run_are_no_messages():
@@ -88,6 +98,7 @@ def test_tools_and_what_the_host_has_run_are_no_messages():
         {"type": "additional_tools", "role": "developer", "tools": []},
         item("user", "hi"),
         {"type": "web_search_call", "status": "completed", "action": {"type": "search"}},
+        *({"type": kind, "id": "x"} for kind in HOSTED),
     ]
     assert input_messages(items, None) == [message("user", "hi")]
 
@@ -114,7 +125,7 @@ def test_thoughts_that_cannot_be_read_or_that_nothing_follows_are_left_out():
 @pytest.mark.parametrize(
     "bad",
     [
-        {"type": None}, {"type": ["message"]}, {"role": "user"} | {"type": "computer_call"},
+        {"type": None}, {"type": ["message"]}, {"role": "user"} | {"type": "hologram"},
         {"role": 5, "content": "x"}, {"content": "x"}, {"role": "user", "content": 5},
         {"type": "function_call", "name": None}, {"type": "function_call"},
         {"type": "reasoning", "summary": 7}, {"type": "function_call_output", "output": {}},

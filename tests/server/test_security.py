@@ -73,6 +73,9 @@ def test_pages_of_other_origins_are_refused(running, origin):
     assert answer.status == 403
     assert "--allowed-origin" in answer.json()["error"]["message"]
     assert ask(running.url, "/health", f"Origin: {origin}").status == 403
+    two = f"Origin: {running.url}", f"Origin: {origin}"
+    assert ask(running.url, "/health", *two).status == 403
+    assert ask(running.url, "/health", *reversed(two)).status == 403
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,16 @@ def test_parsed_arguments(chat, script):
     assert message.content is None
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_stream_of_calls_has_no_content(chat, script, size):
+    """Some clients make an empty text of `""`."""
+    script.says(call("run", cmd="ls"), size=size)
+    deltas = [c.choices[0].delta for c in chat.create(stream=True)]
+    assert deltas[0].role == "assistant"
+    assert any(delta.tool_calls for delta in deltas)
+    assert {delta.content for delta in deltas} == {None}
+
+
 def test_several_answers_do_not_mix(chat, script):
     texts = [ANSWER, "<think>\nNo.\n</think>\n\nDone.", call("run", cmd="ls")]
     script.says(*texts, *texts, size=5)

@@ -4,7 +4,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _LOGGER = logging.getLogger("vllm_metal_lite")
 STOPPING = "\nStopping after the step that is under way ..."
@@ -21,6 +21,10 @@ class _Lines(logging.Handler):
     _open = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # nobody reads stderr: the line is lost, and the work goes on
+            self._show(record)
+
+    def _show(self, record: logging.LogRecord) -> None:
         if getattr(record, "transient", False):
             if sys.stderr.isatty():
                 self._open = True

@@ -7,6 +7,7 @@ Exit codes: 0 success, 1 an error (one line on stderr) or a piped answer cut by 
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from vllm_metal_lite.cli import log, options
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    log.say("error: " + message.replace("\n", " "))
+    with suppress(OSError):  # nobody reads stderr
+        log.say("error: " + message.replace("\n", " "))
     return code
 
 

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from vllm_metal_lite.server.lifecycle import Stopping, listen, serve, stop_on_signals
         from vllm_metal_lite.server.models import Models
+        from vllm_metal_lite.server.output import never_waiting
         from vllm_metal_lite.server.served_model import ModelSpec
         from vllm_metal_lite.server.server import Server
     except ModuleNotFoundError as e:
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
             await serve(bound, config, models, stopping, greet)
         return 130 if signal.SIGINT in came[:1] else 0
 
-    return asyncio.run(main())
+    with never_waiting():
+        return asyncio.run(main())
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:

@@ -156,7 +156,7 @@ class LLM:
             self.engine.max_model_len,
             instruction,
         )
-        done = self._pool(plan.prompts, plan.params, use_tqdm)
+        done = self._pool(list(plan.prompts), plan.params, use_tqdm)
         values = [checked(output.pooled, plan.params) for output in done]
         return [ScoringRequestOutput(i, score) for i, score in enumerate(plan.scores(values))]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_metal_lite.errors import Option, RequestError
+from vllm_metal_lite.errors import NOT_FINITE, Option, RequestError
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -35,7 +35,7 @@ def resolved(params: PoolingParams, model: LoadedModel) -> PoolingParams:
 def checked(pooled: np.ndarray | None, params: PoolingParams) -> np.ndarray:
     """The values of a finished request, float32.  Raises RequestError if they are of no use."""
     if pooled is None or not np.isfinite(pooled).all():
-        raise RequestError("the model computes no finite values for this prompt")
+        raise RequestError(f"the model computes no finite values for this prompt ({NOT_FINITE})")
     asked = params.dimensions or 0
     if len(pooled) < asked and params.score_token_ids is None:
         raise RequestError(Option("dimensions"), f" must be at most {len(pooled)}, got {asked}")

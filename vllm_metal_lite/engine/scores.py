@@ -1,6 +1,6 @@
 """How well pairs of texts match: by a reranker's "yes", or by the cosine of two embeddings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,10 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """prompts: the pooling requests to run, all with `params`.  scores: makes the score of each
-    pair, in order, from the values of these requests."""
+    """prompts: the pooling requests to run, all with `params`; a reranker's are made as they are
+    read.  scores: makes the score of each pair, in order, from the values of these requests."""
 
-    prompts: list[Prompt]
+    prompts: Iterable[Prompt]
     params: PoolingParams
     scores: Callable[[Sequence[np.ndarray]], list[float]]
 
@@ -63,7 +63,7 @@ def plan_scores(
             return truncate([*before, *token_ids, *behind], params, max_model_len, behind)
 
         return ScorePlan(
-            [ids(queries[i], documents[j]) for i, j in pairs],
+            (ids(queries[i], documents[j]) for i, j in pairs),
             replace(params, score_token_ids=pooling.score_token_ids),
             # The probabilities of "yes" where the answer is "yes" or "no".
             lambda values: [float(1 / (1 + np.exp(n - y))) for y, n in np.array(values, float)],

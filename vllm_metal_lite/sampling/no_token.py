@@ -5,6 +5,7 @@ the unmarked token, which is never shown.
 """
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.errors import NOT_FINITE
 from vllm_metal_lite.sampling.logits import fused
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -36,10 +37,7 @@ def why(
     if grammar_error:
         return f"no token can be sampled: the grammar failed: {grammar_error}"
     if reason == NAN:
-        return (
-            "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "
-            "numbers do not fit its dtype)"
-        )
+        return f"no token can be sampled: the model's logits are NaN ({NOT_FINITE})"
     rules = {
         "the grammar": has_grammar,
         "allowed_token_ids": params.allowed_token_ids,

@@ -1,6 +1,7 @@
 """The routes of the server."""
 
 import uuid
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -11,8 +12,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import events, page, status
+from vllm_metal_lite.server import events, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
+from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
     chat,
@@ -25,12 +27,15 @@ from vllm_metal_lite.server.openai_api import (
 from vllm_metal_lite.server.security import guards
 from vllm_metal_lite.server.server import Server, endpoint
 
-_POSTS = (
+_POSTS: tuple[tuple[str, type[Body], Any], ...] = (
     ("/v1/chat/completions", chat.ChatCompletionRequest, chat.chat_completions),
     ("/v1/completions", completions.CompletionRequest, completions.completions),
     ("/v1/embeddings", pooling.EmbeddingRequest, pooling.embeddings),
-    ("/v1/rerank", pooling.RerankRequest, pooling.rerank),
-    ("/v1/score", pooling.ScoreRequest, pooling.score),
+    *(
+        (path, pooling.RerankRequest, pooling.rerank)
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
+    *((path, pooling.ScoreRequest, pooling.score) for path in ("/v1/score", "/score")),
     ("/v1/responses", responses.ResponsesRequest, responses.create_response),
     ("/v1/messages", messages.MessagesRequest, messages.create_message),
     ("/v1/messages/count_tokens", messages.CountTokensRequest, messages.count_tokens),
@@ -42,11 +47,12 @@ _POSTS = (
 def make_app(server: Server) -> ASGIApp:
     """The ASGI application of a server whose models have been started."""
     routes = [
-        Route(path, endpoint(server, body, handler), methods=["POST"])  # type: ignore[arg-type]
+        Route(path, endpoint(server, body, handler), methods=["POST"])
         for path, body, handler in _POSTS
     ]
     for module in model_list, events, status:
         routes += module.routes(server)
+    routes.append(openapi.route(routes, {path: body for path, body, _ in _POSTS}))
     app = Starlette(
         routes=[*routes, *page.ROUTES],
         middleware=guards(server.config),

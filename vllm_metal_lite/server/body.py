@@ -1,10 +1,14 @@
 """The base of all bodies of requests."""
 
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
 
+from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
+from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.limits import check_fields, check_json
 
 
@@ -14,6 +18,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
+    user: Any = None  # a part of the client's identity, see `server.endpoint`
 
     _check_fields = model_validator(mode="before")(check_fields)
     _whole = field_validator("*", mode="before")(whole)
@@ -32,6 +37,28 @@ B = TypeVar("B", bound=Body)
 
 
 def read_body(body_type: type[B], raw: bytes) -> B:
-    """The body that a request's JSON holds.  Raises ApiError or ValidationError."""
+    """The body that a request's JSON holds.  Raises ApiError."""
     check_json(raw)
-    return body_type.model_validate_json(raw)
+    try:
+        return body_type.model_validate_json(raw)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_context=False)[0]
+    message = first["msg"]
+    if first["type"] == "json_invalid":
+        raise ApiError(400, message)
+    where, is_missing = _place(first["loc"], from_json(raw)), first["type"] == "missing"
+    if is_missing:
+        where = ".".join(filter(None, (where, str(first["loc"][-1]))))
+    else:  # otherwise the input is the whole body
+        message += f", got {show(first['input'])}"
+    raise ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+
+
+def _place(loc: tuple[int | str, ...], value: Any) -> str:
+    """A place as the client wrote it: pydantic also names the types that it tried."""
+    parts = []
+    for part in loc:
+        with suppress(KeyError, IndexError, TypeError):
+            value = value[part]
+            parts.append(str(part))
+    return ".".join(parts)

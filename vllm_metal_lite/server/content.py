@@ -29,16 +29,17 @@ def text_of(content: Any, where: str) -> str:
 
 
 def result_text(content: Any, where: str) -> str:
-    """The text of a tool's result.  A note replaces each image or file, so that an agent can
-    continue.  Raises ApiError (400) for invalid parts."""
+    """The text of a tool's result, or of a message that brings one.  A note replaces each image or
+    file, so that an agent can continue.  Raises ApiError (400) for invalid parts."""
     if isinstance(content, list):
-        content = [_named(part) for part in content]
+        content = [named(part) for part in content]
     return text_of(content, where)
 
 
-def _named(part: Any) -> Any:
+def named(part: Any) -> Any:
+    """The part, or a note in place of one that is no text."""
     kind = type_of(part)
-    if kind in (None, *_TEXT, "refusal"):
+    if kind in (None, *_TEXT, "refusal") or _blocks_of(part) is not None:
         return part
     return f"[{kind}: left out, since the model takes text only]"
 
@@ -90,9 +91,25 @@ def part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = required_type(part, where)
+    if (blocks := _blocks_of(part)) is not None:
+        titles = [
+            part.get(name) for name in ("title", "context") if isinstance(part.get(name), str)
+        ]
+        return "\n".join([*titles, text_of(blocks, where)])
     if kind not in (*_TEXT, "refusal"):
         raise bad(where, f": this server takes text only, got a part of type {show(kind)}")
     name = "refusal" if kind == "refusal" else "text"
     if not isinstance(text := part.get(name), str):
         raise must_be(f"{where}.{name}", "a string", text)
     return text
+
+
+def _blocks_of(part: Mapping[str, Any]) -> Any:
+    """The text or the blocks of Anthropic's documents and search results; None: it has neither."""
+    kind, source = part.get("type"), part.get("source")
+    if kind == "search_result":
+        return part.get("content")
+    if kind == "document" and isinstance(source, Mapping):
+        field = {"text": "data", "content": "content"}.get(type_of(source) or "", "")
+        return source.get(field)
+    return None

@@ -7,10 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from vllm_metal_lite.errors import BusyError, MetalLiteError, show
+from vllm_metal_lite.errors import NOT_FINITE, BusyError, MetalLiteError, show
 from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.worker.messages import EngineLost
 from vllm_metal_lite.server.worker.request_state import ShuttingDown
@@ -72,14 +71,7 @@ def shown_error(e: Exception) -> ApiError:
     if isinstance(e, BusyError):
         return ApiError(503, str(e), code="server_busy", headers={"Retry-After": "1"})
     if isinstance(e, MetalLiteError):
-        return ApiError(400, str(e), param=e.option)
-    if isinstance(e, ValidationError):
-        first = e.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"]
-        if first["type"] not in ("missing", "json_invalid"):  # there the input is the whole body
-            message += f", got {show(first['input'])}"
-        return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+        return ApiError(_status_of(str(e)), str(e), param=e.option)
     if isinstance(e, EngineLost):
         return ApiError(503, str(e), code=e.code, headers={"Retry-After": "5"})
     logger.error("a request failed", exc_info=e)
@@ -89,9 +81,14 @@ def shown_error(e: Exception) -> ApiError:
 def check_ended(answer: CompletionOutput) -> None:
     """Raise ApiError for an answer that failed, ShuttingDown for one that the server cut off."""
     if answer.finish_reason == "error":
-        raise ApiError(400, answer.error or "no further token can be sampled")
+        why = answer.error or "no further token can be sampled"
+        raise ApiError(_status_of(why), why)
     if answer.finish_reason == "abort":
         raise ShuttingDown
+
+
+def _status_of(why: str) -> int:
+    return 500 if NOT_FINITE in why else 400
 
 
 # By status.  The other statuses share one type below 500 and one from 500 on.

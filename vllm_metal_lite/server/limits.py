@@ -37,6 +37,8 @@ MAX_CHARACTERS = {
     "output_config": MAX_FORM,
     "text": MAX_FORM,
 }
+# Of all prompts of a pooling request, where a query and an instruction are a part of each pair.
+MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS = 16_000_000, 4_000_000
 MAX_N = 128  # as in OpenAI's API
 # Tokens times the log-probabilities of each.  A request with n=1 may always fill the context.
 MAX_PROMPT_LOGPROBS, MAX_LOGPROBS_OF_ANSWERS = 200_000, 500_000
@@ -81,7 +83,8 @@ def check_fields(body: Any) -> Any:
     Before pydantic looks at the fields, because it makes an error for each bad entry.
     """
     for name, value in body.items() if isinstance(body, dict) else ():
-        most = MAX_ENTRIES.get(name, MAX_OTHER_ENTRIES)
+        is_ids = name == "input" and isinstance(value, list) and value and type(value[0]) is int
+        most = MAX_ENTRIES.get("tokens" if is_ids else name, MAX_OTHER_ENTRIES)
         if isinstance(value, (list, dict)) and len(value) > most:
             words = f" may have at most {most:,} entries, got {len(value):,}"
             raise bad(shorten(name), words)

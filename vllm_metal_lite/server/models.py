@@ -5,6 +5,8 @@ memory is short, models are unloaded, idle ones before busy ones, the least rece
 busy model gets a grace period: it takes requests for as long as its loading took, and is unloaded
 when they have ended.  So models that alternate do not spend most of the time on loading, and no
 model waits forever.
+
+Models load beside each other.  Only one at a time takes its memory, in order of the requests.
 """
 
 import asyncio
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
+_UNWANTED_SECONDS = 60.0  # for which a load goes on after its last request has left
 
 
 class _Unwanted(Exception):
@@ -60,8 +63,8 @@ class Models:
                 Option("memory_budget_gib"),
                 f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
             )
-        self._loading = asyncio.Lock()  # one model at a time, in order of the requests
-        self._changed = asyncio.Event()  # a request left an engine, or waits no more
+        self._taking_memory = asyncio.Lock()
+        self._changed = asyncio.Event()  # a request left an engine or waits no more; a load ended
         self._has_started = False
 
     @property
@@ -125,8 +128,7 @@ class Models:
         model.check_room()
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
-            # Perhaps no request waits for a failure.
-            model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            model.loading.add_done_callback(self._load_ended)
         loading = model.loading
         assert loading is not None
         model.num_waiting += 1
@@ -139,6 +141,20 @@ class Models:
         finally:
             model.num_waiting -= 1
             self._changed.set()
+            if not model.num_waiting:
+                model.unwanted_since = self._clock()
+                wait = _UNWANTED_SECONDS
+                asyncio.get_running_loop().call_later(wait, self._give_up, model, loading)
+
+    def _give_up(self, model: Model, loading: asyncio.Task[LoadedEngine]) -> None:
+        """End a load that no request has waited for, for some time."""
+        if not model.num_waiting and self._clock() - model.unwanted_since >= _UNWANTED_SECONDS:
+            loading.cancel()
+
+    def _load_ended(self, loading: asyncio.Task[LoadedEngine]) -> None:
+        if not loading.cancelled():
+            loading.exception()  # perhaps no request waits for it
+        self._changed.set()
 
     def _release(self, engine: LoadedEngine) -> None:
         engine.users -= 1
@@ -150,15 +166,18 @@ class Models:
     async def _load(self, model: Model) -> LoadedEngine:
         """Load a model for the requests that wait for it, which become users of its engine."""
         try:
-            async with self._loading:
-                while model.client is None:
-                    try:
+            while model.engine is None or not model.engine.takes(self._clock()):
+                try:
+                    if model.client is not None:  # it makes room for another model
+                        await self._change_within(None)
+                    else:
                         await self._start_engine(model)
-                    except _Unwanted:
-                        if not model.num_waiting:  # a request may have come since
-                            raise
+                except _Unwanted:
+                    if not model.num_waiting:  # a request may have come since
+                        raise
         except asyncio.CancelledError:
-            raise ModelLoadError("the server is shutting down") from None
+            why = "the server is shutting down, or no request waited for the model"
+            raise ModelLoadError(why) from None
         except _Unwanted:
             raise
         except Exception as e:
@@ -176,12 +195,14 @@ class Models:
         return model.engine
 
     async def _start_engine(self, model: Model) -> None:
-        size, began, model.made_room = 0, 0.0, False
+        began, model.made_room, model.reserved = 0.0, False, 0
 
         async def configure(weight_bytes: int) -> EngineConfig:
-            nonlocal size, began
+            nonlocal began
             size = self._size(weight_bytes)
-            await self._make_room(model, size)
+            async with self._taking_memory:
+                await self._make_room(model, size)
+                model.reserved = size
             began = self._clock()
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
@@ -190,7 +211,7 @@ class Models:
         client = await self._start(model.spec.source, configure, check)
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
-        now = self._clock()
+        now, size = self._clock(), model.reserved
         model.start_with(LoadedEngine(model, client, size, now, now - began))
         took, room = f"{now - began:.1f} s", size_text(size)
         self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
@@ -208,15 +229,19 @@ class Models:
         Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
         model any longer.
         """
-        engines = [m.engine for m in self.by_name.values() if m.engine and m.engine.alive]
-        free = self.budget - sum(engine.size for engine in engines)
-        others = [engine for engine in engines if not engine.model.spec.pinned]
-        most = free + sum(engine.size for engine in others)
+        models = self.by_name.values()
+        most = self.budget - sum(m.size for m in models if m.spec.pinned)
         if size > most:
             raise ModelLoadError(
                 f"{model.spec.name} needs {size_text(size)} of memory, and the pinned models leave "
                 f"{size_text(most)} of {size_text(self.budget)}"
             )
+        while size > most - sum(m.size for m in models if m.client is None):  # these load
+            if not model.num_waiting:
+                raise _Unwanted
+            await self._change_within(None)
+        free = self.budget - sum(m.size for m in models)
+        others = [m.engine for m in models if m.engine and m.engine.alive and not m.spec.pinned]
         others.sort(key=lambda engine: (engine.users > 0, engine.last_used))
         victims: list[LoadedEngine] = []
         while free < size:
@@ -231,15 +256,16 @@ class Models:
                     if not model.num_waiting:
                         raise _Unwanted
                     await self._change_within(seconds)
-                self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
                 engine.model.engine, model.made_room = None, True
+                self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
                 await engine.client.stop()
         finally:
             for engine in victims:
                 engine.grace_end = inf
+            self._changed.set()
 
     async def _change_within(self, seconds: float | None) -> None:
-        """Wait for a request to leave an engine or stop waiting; at most `seconds`."""
+        """Wait until a request leaves or a load ends; at most `seconds`."""
         self._changed.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)

@@ -58,6 +58,7 @@ class _Checked:
         self._max_body = int(config.max_body_mib * 2**20)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = _of_this_server(scope)
         try:
             self._check(scope, Headers(scope=scope))
         except ApiError as e:
@@ -75,11 +76,12 @@ class _Checked:
         host = headers.get("host", "")
         if not self._any_host:
             self._check_host(host)
-        origin = headers.get("origin")
-        if origin is not None and not self._may_call(origin, host):
-            why = f"web pages of {show(origin)} may not call this server"
-            raise _refused(403, why, "--allowed-origin to allow them")
-        if origin is None and self._is_foreign(scope, headers):
+        origins = headers.getlist("origin")
+        for origin in origins:
+            if not self._may_call(origin, host):
+                why = f"web pages of {show(origin)} may not call this server"
+                raise _refused(403, why, "--allowed-origin to allow them")
+        if not origins and self._is_foreign(scope, headers):
             why = "a web page of another site sent this request without an Origin header"
             raise _refused(403, why, "--allowed-origin '*' to allow all")
         if self._key is not None and not self._is_open(scope["path"]):
@@ -149,6 +151,17 @@ class _Checked:
             return message
 
         return bounded
+
+
+def _of_this_server(scope: Scope) -> Scope:
+    """The scope of a request whose target is a whole URI, whose host replaces the header's
+    (RFC 9112, 3.2.2)."""
+    _, is_whole, rest = scope["path"].partition("://")
+    if not is_whole or scope["path"].startswith("/"):
+        return scope
+    host, _, path = rest.partition("/")
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    return {**scope, "path": f"/{path}", "headers": [*headers, (b"host", host.encode())]}
 
 
 def _refused(status: int, why: str, option: str) -> ApiError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.errors import BusyError, ModelLoadError
+from vllm_metal_lite.errors import NOT_FINITE, BusyError, ModelLoadError
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
@@ -67,6 +67,8 @@ class Model:
         self.engine: LoadedEngine | None = None
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
+        self.unwanted_since = -inf  # when the last of them left
+        self.reserved = 0  # bytes for the engine that loads
         self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
         self.retry_at = -inf
@@ -76,6 +78,13 @@ class Model:
     @property
     def client(self) -> EngineClient | None:
         return self.engine.client if self.engine is not None and self.engine.alive else None
+
+    @property
+    def size(self) -> int:
+        """Bytes that its engine may use; 0 if there is none and none loads."""
+        if self.engine is not None and self.engine.alive:
+            return self.engine.size
+        return self.reserved if self.is_loading else 0
 
     @property
     def num_unfinished(self) -> int:
@@ -103,9 +112,12 @@ class Model:
 
     @property
     def error(self) -> str | None:
-        """Why the model failed to load, or its engine ended; None if nothing went wrong since."""
+        """Why the model failed to load, its engine ended, or its numbers are of no use; None if
+        nothing went wrong since."""
         if self.engine is not None and not self.engine.alive:
             return self.engine.client.why_ended
+        if self.engine is not None and self.engine.client.not_finite:
+            return f"it computed numbers that are not finite: {NOT_FINITE}"
         return self.failure
 
     def start_with(self, engine: LoadedEngine) -> None:

@@ -5,8 +5,8 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -85,10 +85,10 @@ def summary(request: RequestState) -> str:
 
 
 def client_of(request: Request) -> tuple[str, ...]:
-    """A client's identity: address, program and key."""
+    """A client's identity: address, program, key and path, so that chats and indexing differ."""
     host = request.client.host if request.client is not None else ""
     keys = ("user-agent", "authorization", "x-api-key")
-    return (host, *(request.headers.get(key, "") for key in keys))
+    return (host, request.url.path, *(request.headers.get(key, "") for key in keys))
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ class Serving:
             server.num_accepted -= 1
             ended = server.requests.pop(add.request_id, None)
             if ended is not None and server.logs_requests:
-                with suppress(OSError):  # the reader of our output is gone
-                    print(summary(ended), flush=True)
+                print(summary(ended), flush=True)
 
     def stream(
         self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = KEEP_ALIVE
@@ -173,12 +172,15 @@ def endpoint(
     async def answer(request: Request) -> Response:
         server.check_open()
         raw = await request.body()
-        REQUESTER.set(Requester(client_of(request), len(raw)))
-        return await until_gone(request.receive, respond(request.url.path, raw))
+        requester = Requester(client_of(request), len(raw))
+        REQUESTER.set(requester)
+        return await until_gone(request.receive, respond(request.url.path, raw, requester))
 
-    async def respond(path: str, raw: bytes) -> Response:
+    async def respond(path: str, raw: bytes, requester: Requester) -> Response:
         large = len(raw) >= LARGE
         body = await offload(read_body, body_type, raw) if large else read_body(body_type, raw)
+        if isinstance(body.user, str):
+            REQUESTER.set(replace(requester, client=(requester.client, body.user)))
         server.note_unknown(path, body)
         body.check()
         async with AsyncExitStack() as resources:

@@ -31,6 +31,7 @@ def model_status(model: Model) -> dict[str, Any]:
         template, chat_format = client.model.template, client.model.chat_format
         status |= {
             "pid": client.pid,
+            "stuck": client.is_stuck,
             "metrics": client.metrics,
             "chat_format": chat_format.name,
             "tool_calls": chat_format.has_calls,
@@ -70,6 +71,8 @@ def routes(server: Server) -> list[Route]:
     async def health(request: Request) -> Response:
         if server.draining:
             return JSONResponse({"status": "draining"}, 503)
+        if stuck := [name for name, c in server.models.loaded.items() if c.is_stuck]:
+            return JSONResponse({"status": "stuck", "models": stuck}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

@@ -5,7 +5,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_metal_lite.engine.chat_checkpoints import Message
-from vllm_metal_lite.server.content import function_call, part_text, text_of, tool_message
+from vllm_metal_lite.server.content import (
+    function_call,
+    named,
+    part_text,
+    text_of,
+    tool_message,
+)
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import must_be
 from vllm_metal_lite.server.fields import type_of
@@ -72,16 +78,15 @@ def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
 
 def _user(role: str, blocks: list[Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
     texts: list[str] = []
-    num_results = 0
+    has_results = any(type_of(block) == "tool_result" for block in blocks)
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
         if type_of(block) != "tool_result":
-            texts.append(part_text(block, at))
+            texts.append(part_text(named(block) if has_results else block, at))
             continue
         if texts:
             yield {"role": role, "content": "\n".join(texts)}
             texts = []
         yield tool_message(block, "tool_use_id", "content", names, at)
-        num_results += 1
-    if texts or not num_results:
+    if texts or not has_results:
         yield {"role": role, "content": "\n".join(texts)}

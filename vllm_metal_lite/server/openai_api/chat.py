@@ -49,7 +49,7 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
     echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
     names = TokenNames(serving.model.tokenizer, bool(body.return_tokens_as_token_ids))
     scores = partial(chat_logprobs, top=body.top_logprobs or 0, names=names)
-    writers = [ChatWriter(echoed, scores) for _ in range(params.n)]
+    writers = [ChatWriter(echoed, scores, bool(body.tools)) for _ in range(params.n)]
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     reply = Reply(kind, serving.model_name, [request], writers, body.stream_options)
     if body.stream:

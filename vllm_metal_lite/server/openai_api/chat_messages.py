@@ -83,14 +83,20 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
     Content becomes text.  The system messages at the front become one.  Roles that only OpenAI has
     get the name that templates know.  Fields that are null are left out.  Raises ApiError (400).
     """
-    return join_systems([_message(message, f"messages.{i}") for i, message in enumerate(messages)])
+    rendered: list[Message] = []
+    for i, message in enumerate(messages):
+        follows_tool = bool(rendered) and rendered[-1]["role"] == "tool"
+        rendered.append(_message(message, f"messages.{i}", follows_tool))
+    return join_systems(rendered)
 
 
-def _message(message: Mapping[str, Any], where: str) -> Message:
+def _message(message: Mapping[str, Any], where: str, follows_tool: bool) -> Message:
+    """follows_tool: the message before is a tool's; agents send its pictures as the user's."""
     role = required_text(message, "role", where)
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)
-    read = result_text if rendered["role"] == "tool" else text_of
+    is_result = rendered["role"] == "tool" or (rendered["role"] == "user" and follows_tool)
+    read = result_text if is_result else text_of
     rendered["content"] = read(message.get("content"), f"{where}.content")
     optional(message, "tool_call_id", str, where)
     call = rendered.pop("function_call", None)  # the older form

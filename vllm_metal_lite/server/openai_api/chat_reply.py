@@ -55,13 +55,14 @@ class ChatMessage(Blocks[dict[str, Any]]):
 
 
 class ChatWriter(Writer):
-    """echoed: the text before the answer's."""
+    """echoed: the text before the answer's.  may_call: the answer may have calls alone, and no
+    content."""
 
-    empty: ClassVar = {"delta": {"content": ""}}
+    empty: ClassVar = {"delta": {}}
     reports_reasoning = True
 
-    def __init__(self, echoed: str, scores_of: ScoresOf) -> None:
-        self.head = {"delta": {"role": "assistant", "content": ""}}
+    def __init__(self, echoed: str, scores_of: ScoresOf, may_call: bool = False) -> None:
+        self.head = {"delta": {"role": "assistant", "content": None if may_call else ""}}
         self._message, self._scores_of = ChatMessage(), scores_of
         self._before: list[Event] = [Text(echoed)] if echoed else []
 

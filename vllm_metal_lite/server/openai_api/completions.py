@@ -69,10 +69,11 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
             )
         special = body.add_special_tokens is not False
         token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
-    requests = await all_of(
+    starts = (
         serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
         for ids in token_ids
     )
+    requests = await all_of(starts, len(token_ids))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
     writers = [

@@ -1,11 +1,10 @@
-"""`/v1/embeddings` as OpenAI has it; `/v1/rerank` and `/v1/score` as vLLM has them."""
+"""`/v1/embeddings` as OpenAI has it, `/v1/rerank` and `/v1/score` as vLLM has them, `/v2/rerank` as
+Cohere has it."""
 
-import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,9 +15,10 @@ from vllm_metal_lite.engine.prompt_ids import as_list, encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
-from vllm_metal_lite.server.errors import must_be
+from vllm_metal_lite.server.errors import ApiError, ContextOverflow, must_be
+from vllm_metal_lite.server.limits import MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.openai_api.prompts import all_of, split_prompts, token_ids_of
+from vllm_metal_lite.server.openai_api.prompts import all_of, places_of, split_prompts, token_ids
 from vllm_metal_lite.server.params import ScheduledBody
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.text_model import TextModel
@@ -61,7 +61,6 @@ class EmbeddingRequest(PoolingBody):
     normalize: bool | None = None
     prompt_name: str | None = None
     add_special_tokens: bool | None = None
-    user: str | None = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(
@@ -76,28 +75,48 @@ class EmbeddingRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """top_n: 0 or None: all.  instruction: what a reranker judges."""
+    """documents: texts, or objects with a text.  top_n: 0 or None: all.  instruction: what a
+    reranker judges."""
 
     prompt_fields: ClassVar = ("query", "documents")
     query: str
-    documents: list[str]
+    documents: list[Any]
     top_n: int | None = None
     return_documents: bool | None = None
     instruction: str | None = None
 
     def check(self) -> None:
         super().check()
-        if not self.documents:
-            raise must_be("documents", "a list of at least one text", self.documents)
+        self.documents = [
+            d["text"] if isinstance(d, Mapping) and d.keys() == {"text"} else d
+            for d in self.documents
+        ]
+        _check_texts("documents", self.documents)
         if self.top_n is not None and self.top_n < 0:
             raise must_be("top_n", "at least 0", self.top_n)
 
 
 class ScoreRequest(PoolingBody):
     prompt_fields: ClassVar = ("text_1", "text_2")
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: Any
+    text_2: Any
     instruction: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        _check_texts("text_1", self.text_1)
+        _check_texts("text_2", self.text_2)
+
+
+def _check_texts(field: str, value: Any) -> None:
+    """Raise ApiError (400) unless the value is a text or a list of texts."""
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list) or not value:
+        raise must_be(field, "a text, or a list of at least one text", value)
+    for i, text in enumerate(value):
+        if not isinstance(text, str):
+            raise must_be(f"{field}.{i}", "a text", text)
 
 
 async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
@@ -105,7 +124,8 @@ async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
     inputs = split_prompts(body.input, "input")
     prompts = [before + text if isinstance(text, str) else text for text in inputs]
     special = body.add_special_tokens is not False
-    requests, values = await _pool(serving, body, prompts, body.params(), special)
+    places = places_of("input", inputs)
+    requests, values = await _pool(serving, body, prompts, places, body.params(), special)
 
     def whole() -> dict[str, Any]:
         data = [
@@ -137,55 +157,81 @@ async def score(serving: Serving, body: ScoreRequest) -> Response:
 async def _scores(
     serving: Serving, body: RerankRequest | ScoreRequest, queries: Any, documents: Any
 ) -> tuple[list[float], dict[str, Any]]:
-    model, facts = serving.model, serving.model.facts
+    model, facts, params = serving.model, serving.model.facts, body.params()
+    fields = dict(zip(body.prompt_fields, (queries, documents), strict=True))
+    sizes = [sum(map(len, as_list(texts))) for texts in fields.values()]
+    if facts.pooling.score_token_ids is not None:  # each pair is a prompt
+        sizes += [(sizes[0] + len(body.instruction or "")) * len(as_list(documents))]
+        fields.pop(body.prompt_fields[0])
+    if (size := sum(sizes)) > MAX_POOLED_CHARACTERS:
+        why = f"the prompts of all pairs have {size:,} characters, and at most"
+        raise ApiError(400, f"{why} {MAX_POOLED_CHARACTERS:,} are allowed", param=body.prompt_field)
     for text in [*as_list(queries), *as_list(documents)]:
-        check_length(model, text)
-    make = partial(plan_scores, facts.pooling, model.tokenizer, queries, documents, body.params())
-    plan = await offload(make, facts.max_model_len, body.instruction)
-    requests, values = await _pool(serving, body, plan.prompts, plan.params, True)
-    return plan.scores(values), _common(serving, requests)
+        if params.truncate_prompt_tokens is None:
+            check_length(model, text)
+    most = facts.max_model_len
+    plan = plan_scores(
+        facts.pooling, model.tokenizer, queries, documents, params, most, body.instruction
+    )
+    places = [place for field, texts in fields.items() for place in places_of(field, texts)]
+    requests, values = await _pool(serving, body, plan.prompts, places, plan.params, True)
+    return await offload(plan.scores, values), _common(serving, requests)
 
 
 async def _pool(
     serving: Serving,
     body: PoolingBody,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
+    places: Sequence[str],
     params: PoolingParams,
     special: bool,
 ) -> tuple[list[RequestState], list[np.ndarray]]:
     """The finished requests of the prompts, in order, and what they have read.
 
-    special: add special tokens.
+    places: of the prompts, for errors.  special: add special tokens.
     """
     model = serving.model
     with serving.preparing():
-        token_ids = await offload(_token_ids, model, prompts, params, special, body.prompt_field)
+        token_ids = await offload(_token_ids, model, prompts, places, params, special)
     seats = model.facts.max_num_seqs
-    free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
+    most = min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting)
 
     async def run(ids: list[int]) -> RequestState:
-        async with free:
-            prompt = RenderedPrompt(ids)
-            request = await serving.generate("embd-", prompt, params, **body.scheduling())
-            await request.complete()
-            return request
+        prompt = RenderedPrompt(ids)
+        request = await serving.generate("embd-", prompt, params, **body.scheduling())
+        await request.complete()
+        return request
 
     # The shortest goes first: attention pads the prompts of a step to like lengths.
     order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
-    done = await all_of(run(token_ids[i]) for i in order)
+    done = await all_of((run(token_ids[i]) for i in order), most)
     requests = [request for _, request in sorted(zip(order, done, strict=True))]
-    return requests, [checked(request.pooled, params) for request in requests]
+    return requests, await offload(lambda: [checked(r.pooled, params) for r in requests])
 
 
 def _token_ids(
-    model: TextModel, prompts: Sequence[Any], params: PoolingParams, special: bool, param: str
+    model: TextModel,
+    prompts: Iterable[Any],
+    places: Sequence[str],
+    params: PoolingParams,
+    special: bool,
 ) -> list[list[int]]:
-    token_ids = token_ids_of(prompts, model, special, param)
+    """Token ids of the prompts, cut as the parameters say.  The first prompt that is too long
+    raises ContextOverflow, before the next one is encoded."""
+    found: list[list[int]] = []
+    count, most = 0, model.facts.max_model_len
     ends = encode("", model.tokenizer, add_special_tokens=special)
-    return [
-        truncate(ids, params, model.facts.max_model_len, ends if isinstance(prompt, str) else [])
-        for prompt, ids in zip(prompts, token_ids, strict=True)
-    ]
+    for prompt, where in zip(prompts, places, strict=True):
+        is_text = isinstance(prompt, str)
+        ids = token_ids(prompt, model, special, where, params.truncate_prompt_tokens is not None)
+        ids = truncate(ids, params, most, ends if is_text else [])
+        if len(ids) > most:
+            raise ContextOverflow(len(ids), most, f" It is {where}.")
+        if (count := count + len(ids)) > MAX_POOLED_TOKENS:
+            why = f"the prompts up to {where} have {count:,} tokens, and at most"
+            raise ApiError(400, f"{why} {MAX_POOLED_TOKENS:,} are allowed", param=where)
+        found.append(ids)
+    return found
 
 
 def _encoded(body: EmbeddingRequest, value: np.ndarray) -> str | list[float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import function_call, text_of, tool_message
+from vllm_metal_lite.server.content import function_call, result_text, text_of, tool_message
 from vllm_metal_lite.server.conversations import join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
@@ -46,12 +46,14 @@ class _History:
         kind = str(item.get("type") or "message")
         if kind in _ITEMS:
             _ITEMS[kind](self, item, where)
-        elif kind not in _IGNORED:
+        elif not _is_hosted(kind):
             raise bad(where, f": input items of type {show(item['type'])} are not supported")
 
     def message(self, item: Mapping[str, Any], where: str) -> None:
         role = required_text(item, "role", where)
-        text = text_of(item.get("content"), f"{where}.content")
+        follows_tool = self.messages and self.messages[-1]["role"] == "tool"
+        read = result_text if role == "user" and follows_tool else text_of
+        text = read(item.get("content"), f"{where}.content")
         if role == "assistant":
             self._said(text)
         else:
@@ -117,6 +119,10 @@ _ITEMS = {
     "reasoning": _History.reasoning,
     "item_reference": _History.item_reference,
 }
-# Tools, which are no messages, and calls that the API's host has run.
-_IGNORED = {"additional_tools", "web_search_call", "file_search_call", "image_generation_call",
-            "code_interpreter_call", "tool_search_call", "tool_search_output"}  # fmt: skip
+
+
+def _is_hosted(kind: str) -> bool:
+    """Whether items of this type are no messages: tools, and calls of tools that the API's host
+    offers, with their outputs (`web_search_call`, `local_shell_call_output`, `mcp_list_tools`)."""
+    is_call = kind.endswith(("_call", "_call_output", "tool_search_output"))
+    return is_call or kind.startswith("mcp_") or kind == "additional_tools"

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
 
+_STUCK_SECONDS = 120.0  # without a message while requests run; compiling takes a minute
+
 
 class EngineClient:
     """An engine in a process of its own.  Use from one event loop.
@@ -34,10 +37,13 @@ class EngineClient:
         self.metrics: dict[str, int] = {}
         self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
+        self._num_answers = 0  # of these
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
+        self.not_finite = False  # the model has computed NaN or infinity for a request
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
         self._fair, self._is_stopping = FairRounds(), False
+        self._heard_at = time.monotonic()  # the last message, or the first request after a pause
         self._replies: dict[str, asyncio.Future[Any]] = {}  # by request id, FILES or FACTS
         self._files, self._facts = self._reply(FILES), self._reply(FACTS)
         self._link = link.Link(name, check, self._take, self._end)
@@ -80,7 +86,12 @@ class EngineClient:
     @property
     def num_unfinished(self) -> int:
         """Answers that run, wait or are being prepared."""
-        return self.num_preparing + sum(g.params.n for g in self.requests.values())
+        return self.num_preparing + self._num_answers
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests run, and the process has said nothing for a long time."""
+        return bool(self.requests) and time.monotonic() - self._heard_at > _STUCK_SECONDS
 
     @asynccontextmanager
     async def generate(
@@ -92,11 +103,13 @@ class EngineClient:
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
         client = REQUESTER.get().client
-        rounds = (request.fair_round for request in self.requests.values())
-        fair_round = self._fair.next_round(client, rounds)
+        fair_round = self._fair.next_round(client)
         add, request_id = replace(add, fair_round=fair_round), add.request_id
         request = RequestState(add, self.model.tokenizer, on_update)
+        if not self.requests:
+            self._heard_at = time.monotonic()
         self.requests[request_id] = request
+        self._num_answers += request.params.n
         try:
             if add.sampling.structured_outputs is not None:
                 await self._accepted(request_id, "compile", request_id, add.sampling, client)
@@ -104,7 +117,7 @@ class EngineClient:
             yield request
         finally:
             self._replies.pop(request_id, None)
-            self.requests.pop(request_id, None)
+            self._drop(request_id)
             if not request.finished:
                 self.call("abort", request_id)
 
@@ -135,6 +148,14 @@ class EngineClient:
         """Have the process call a method of its Worker."""
         self._link.send((method, args))
 
+    def _drop(self, request_id: str) -> RequestState | None:
+        """Forget a request that ends, unless that is done."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._num_answers -= request.params.n
+            self._fair.end(request.fair_round)
+        return request
+
     def _reply(self, key: str) -> asyncio.Future[Any]:
         self._replies[key] = reply = asyncio.get_running_loop().create_future()
         return reply
@@ -142,6 +163,7 @@ class EngineClient:
     # What the process calls
 
     def _take(self, message: tuple[str, tuple[Any, ...]]) -> None:
+        self._heard_at = time.monotonic()
         method, args = message
         getattr(self, method)(*args)
 
@@ -154,7 +176,7 @@ class EngineClient:
     def failed(self, keys: Iterable[str], error: Exception) -> None:
         """An error ends requests, or the start."""
         for key in keys:
-            if request := self.requests.pop(key, None):
+            if request := self._drop(key):
                 request.fail(error)
             reply = self._replies.pop(key, None)
             if reply is not None and not reply.done():
@@ -168,7 +190,8 @@ class EngineClient:
             if request is not None:
                 request.take(of_request)
                 if request.finished:
-                    del self.requests[request_id]
+                    self.not_finite |= request.not_finite
+                    self._drop(request_id)
 
     def measured(self, metrics: dict[str, int]) -> None:
         self.metrics = metrics
@@ -179,9 +202,9 @@ class EngineClient:
 
     def _end(self, why: str) -> None:
         """The process has ended."""
-        if not self._is_stopping:
-            lost = len(self.requests)
-            logger.error(f"{why}; {lost} requests failed; the next request starts a new engine")
+        lost = len(self.requests)
         self.why_ended = why
         self.ended.set()
         self.failed([*self.requests, *self._replies], EngineLost(why))
+        if not self._is_stopping:
+            logger.error(f"{why}; {lost} requests failed; the next request starts a new engine")

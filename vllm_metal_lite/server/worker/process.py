@@ -27,6 +27,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.offload import GRAMMARS
+from vllm_metal_lite.server.output import never_waiting
 from vllm_metal_lite.server.text_model import ModelFacts
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost
 from vllm_metal_lite.server.worker.progress import Progress
@@ -49,7 +50,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
     server = Caller(pipe)
     package.addHandler(ToServer(server))
     package.setLevel(logging.INFO)
-    with suppress(EOFError, OSError):  # the server is gone
+    with never_waiting(), suppress(EOFError, OSError):  # the server is gone
         try:
             path = find(name)
             if check is not None:

@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
+from vllm_metal_lite.errors import NOT_FINITE
 from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.worker.messages import (
@@ -100,6 +101,13 @@ class RequestState:
     def num_tokens(self) -> int:
         """Tokens generated so far, of all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether the model's numbers were not finite."""
+        if self.pooled is not None:
+            return not np.isfinite(self.pooled).all()
+        return any(NOT_FINITE in (answer.error or "") for answer in self.answers)
 
     async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""

@@ -1,0 +1,70 @@
+"""`/openapi.json`: the endpoints and the types of their requests, from which clients are made."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.body import Body
+from vllm_metal_lite.server.params import RENAMED
+
+_PARTS = "#/components/schemas/"
+
+
+def route(routes: Sequence[Route], bodies: Mapping[str, type[Body]]) -> Route:
+    """The route of the document.  bodies: by path."""
+    parts: dict[str, Any] = {}
+    paths = {
+        r.path.replace(":path", ""): {
+            method.lower(): _operation(r, bodies.get(r.path), parts)
+            for method in sorted((r.methods or set()) - {"HEAD"})
+        }
+        for r in routes
+    }
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "vllm-metal-lite", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": parts},
+    }
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(document)
+
+    return Route("/openapi.json", openapi)
+
+
+def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict[str, Any]:
+    name = r.path.strip("/").replace("/", "_").replace("{", "").replace(":path}", "") or "page"
+    operation: dict[str, Any] = {
+        "operationId": name,
+        "responses": {
+            "200": {"description": "JSON, or server-sent events for a stream"},
+            "default": {"description": "an error that names the field, the value and the limit"},
+        },
+    }
+    if r.param_convertors:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in r.param_convertors
+        ]
+    if body is not None:
+        parts[body.__name__] = schema = body.model_json_schema(ref_template=f"{_PARTS}{{model}}")
+        parts |= schema.pop("$defs", {})
+        hints = get_type_hints(SamplingParams)
+        for field, described in schema["properties"].items():
+            hint = hints.get(RENAMED.get(field, field))
+            # A field without a type here has the type of SamplingParams, or is null.
+            if field == "thinking":  # Anthropic's API gives that name to something else
+                continue
+            if hint is not None and not described.keys() - {"title", "default"}:
+                described |= TypeAdapter(hint | None).json_schema(ref_template=f"{_PARTS}{{model}}")
+                parts |= described.pop("$defs", {})
+        content = {"application/json": {"schema": {"$ref": f"{_PARTS}{body.__name__}"}}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
