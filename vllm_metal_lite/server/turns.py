@@ -81,12 +81,15 @@ def _reasoning(
     model: TextModel, conversation: ChatRequest, prompt: RenderedPrompt
 ) -> tuple[bool, bool]:
     """(The prompt ends inside a thinking block, the prompt has already closed it)."""
-    chat_format = model.chat_format
-    if conversation.add_generation_prompt:
-        tail = model.tokenizer.decode(prompt.token_ids[-_TAIL:])
-        return chat_format.opens_reasoning(tail), chat_format.closes_reasoning(tail)
-    last = conversation.messages[-1]
-    return last["role"] == "assistant" and chat_format.is_thinking(last["content"]), False
+    begun = ""
+    if not conversation.add_generation_prompt:
+        last = conversation.messages[-1]
+        if last["role"] != "assistant":
+            return False, False
+        begun = last["content"].strip()
+    # A token may be a quarter of a character.
+    tail = model.tokenizer.decode(prompt.token_ids[-_TAIL - 4 * len(begun) :])
+    return model.chat_format.reasoning_at(tail[: max(tail.rfind(begun), 0)], begun)
 
 
 def _thinking(
