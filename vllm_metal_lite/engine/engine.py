@@ -17,6 +17,7 @@ from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
 from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
+from vllm_metal_lite.engine.one_thread import OneThread, by_one_thread, check_process
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
@@ -42,10 +43,12 @@ from vllm_metal_lite.speculation.speculator import Speculator
 class LLMEngine:
     """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
-    Not thread-safe: one thread adds, aborts and steps (coroutines use `AsyncEngine`).
+    One thread at a time adds, aborts and steps (coroutines use `AsyncEngine`): a call that another
+    thread, or a forked process, makes meanwhile raises RequestError and changes nothing.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+        self.one_thread = OneThread()
         self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(config.kv_bits)
         self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
@@ -95,6 +98,7 @@ class LLMEngine:
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
         """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
+        check_process()
         config = _config_of(config)
         return cls(load(name, config.dtype, config.trust_remote_code), config)
 
@@ -120,6 +124,7 @@ class LLMEngine:
         """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
         return self._chat_prompt.turn(messages, add_generation_prompt, variables)
 
+    @by_one_thread
     def add_request(
         self,
         request_id: str,
@@ -156,6 +161,7 @@ class LLMEngine:
         self._requests[request_id] = answers
         self.intake.num_requests += 1
 
+    @by_one_thread
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -177,6 +183,7 @@ class LLMEngine:
 
     # Steps
 
+    @by_one_thread
     def step(self) -> list[RequestOutput]:
         """Submit the next forward, then wait for the current one; returns the requests that got a
         token (all their output so far).
@@ -219,6 +226,7 @@ class LLMEngine:
             self.failed_steps.recording_failed(requests, e)
             raise
 
+    @by_one_thread
     def rest(self) -> bool:
         """Do a little work that can wait for a pause; returns whether more is left."""
         if self._requests:
@@ -322,6 +330,7 @@ class LLMEngine:
             result.finished = True
             del self._requests[result.request_id]
 
+    @by_one_thread
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.  Running requests keep their blocks, but no request finds
         the blocks that they compute, including those of the step in flight."""

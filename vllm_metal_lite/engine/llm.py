@@ -26,7 +26,8 @@ _LONGEST_REST = 2.0
 
 
 class LLM:
-    """A model and its engine, with blocking calls; use from one thread at a time.
+    """A model and its engine, with blocking calls, for one thread at a time: a call that another
+    thread, or a forked process, makes meanwhile raises RequestError.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
     options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
@@ -64,19 +65,20 @@ class LLM:
         )
 
         ids: list[str] = []
-        try:
-            for i, prompt in enumerate(batch):
-                request_id = str(next(self._ids))
-                how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
-                try:
-                    self.engine.add_request(request_id, prompt, params[i], **how)
-                except RequestError as e:
-                    where = f"prompt {i}: " if len(batch) > 1 else ""
-                    raise RequestError(where, *e.parts) from None
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
-        finally:
-            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
+        with self.engine.one_thread.held():
+            try:
+                for i, prompt in enumerate(batch):
+                    request_id = str(next(self._ids))
+                    how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
+                    try:
+                        self.engine.add_request(request_id, prompt, params[i], **how)
+                    except RequestError as e:
+                        where = f"prompt {i}: " if len(batch) > 1 else ""
+                        raise RequestError(where, *e.parts) from None
+                    ids.append(request_id)
+                return self._run(ids, use_tqdm)
+            finally:
+                self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
 
     def chat(
         self,
