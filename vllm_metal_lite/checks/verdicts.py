@@ -3,6 +3,10 @@
 For this device, MLX version and kernel source, this module remembers each pass with its times, and
 each kernel that hung or ended its process, because another try may cost the whole deadline.  Other
 failures, also of the timing, are tried again at each start.
+
+Without a time, nothing says that our kernel for prompts suits this device, and MLX's SDPA does: so
+prompts use MLX's.  The other kernels stay if they are correct, because only a measured loss is
+worth what replaces them: it copies K and V, and a timing that fails has most often no memory left.
 """
 
 import json
@@ -80,7 +84,10 @@ def _verdict(
         if not result.passed:
             failures.setdefault(result.kernel, f"{result}{remark}")
         elif REGISTRY[result.kernel].prefill == "varlen":
-            varlen += speed is None or speed.ratio <= 1
+            varlen += not result.timing_failed and (speed is None or speed.ratio <= 1)
+            if result.timing_failed:
+                why = "it cannot be timed; the next start tries again"
+                logger.warning(f"{result.check} is not used for prompts: {why}")
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")
     return Verdict(failures, "varlen" if varlen == len(use.shapes) else "gather")
