@@ -224,8 +224,8 @@ def test_findings_of_others_stay():
 
 
 def test_prompts_use_mlx_where_the_timing_failed_until_a_start_times_the_kernel(found, caplog):
-    """Nobody has seen our kernel for prompts on a new Mac, and Apple tunes MLX's SDPA for each: only
-    a measured gain is a reason to leave it.  With one of two layers timed, the same holds."""
+    """Nobody has seen our kernel for prompts on a new Mac, and Apple tunes MLX's SDPA for each:
+    only a measured gain is a reason to leave it.  With one of two layers timed, the same holds."""
     results, ran = found
     results["varlen_prefill"] = CheckResult(None, 0.0, timing_failed=True)
     assert verify(USE) == Verdict({}, "gather")

@@ -449,10 +449,6 @@ def test_a_thread_that_comes_while_another_one_generates_is_refused_by_the_rule(
             lambda: llm.embed("b"),
             lambda: llm.score("a", "b"),
             llm.reset_prefix_cache,
-            lambda: llm.engine.add_request("b", "b", greedy()),
-            llm.engine.step,
-            llm.engine.rest,
-            lambda: llm.engine.abort("0"),
         ]
         for call in calls:
             with pytest.raises(RequestError, match="another thread is using this LLM"):

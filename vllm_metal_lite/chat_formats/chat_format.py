@@ -69,17 +69,6 @@ class ChatFormat:
             return False
         return prompt.rstrip().endswith(self.thoughts.end)
 
-    def reasoning_at(self, prompt: str, begun: str) -> tuple[bool, bool]:
-        """(An answer goes on within thoughts, the answer has no thoughts any more.)
-
-        prompt: the rendered prompt's end, before `begun`, the answer's first words.
-        """
-        if not begun or self.thoughts is None:
-            return self.opens_reasoning(prompt), self.closes_reasoning(prompt)
-        marked = self.thoughts.start in begun or self.thoughts.end in begun
-        is_open = self.is_thinking(begun) if marked else self.opens_reasoning(prompt)
-        return is_open, not is_open and not self.thoughts.in_channel
-
     def is_thinking(self, answer: str) -> bool:
         """Whether an answer, so far, ends within thoughts."""
         thoughts = self.thoughts

@@ -4,9 +4,8 @@ For this device, MLX version and kernel source, this module remembers each pass 
 each kernel that hung or ended its process, because another try may cost the whole deadline.  Other
 failures, also of the timing, are tried again at each start.
 
-Without a time, nothing says that our kernel for prompts suits this device, and MLX's SDPA does: so
-prompts use MLX's.  The other kernels stay if they are correct, because only a measured loss is
-worth what replaces them: it copies K and V, and a timing that fails has most often no memory left.
+Without a time, prompts use MLX's SDPA, which Apple tunes for each Mac.  Other correct kernels stay:
+what replaces them copies K and V, and a timing fails most often because memory is short.
 """
 
 import json
@@ -86,8 +85,7 @@ def _verdict(
         elif REGISTRY[result.kernel].prefill == "varlen":
             varlen += not result.timing_failed and (speed is None or speed.ratio <= 1)
             if result.timing_failed:
-                why = "it cannot be timed; the next start tries again"
-                logger.warning(f"{result.check} is not used for prompts: {why}")
+                logger.warning(f"{result.check} is not used for prompts: it cannot be timed")
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")
     return Verdict(failures, "varlen" if varlen == len(use.shapes) else "gather")

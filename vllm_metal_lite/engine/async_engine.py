@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.engine.one_thread import check_process
+from vllm_metal_lite.engine.one_thread import check_process, held
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.errors import ConfigError, show
 from vllm_metal_lite.outputs import RequestOutput
@@ -161,7 +161,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            with self._engine.one_thread.held(wait=True):
+            with held(self._engine.lock, wait=True):
                 self._loop()
         finally:
             with suppress(Exception):  # the error of an abandoned step

@@ -1,5 +1,6 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
 from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
-from vllm_metal_lite.engine.one_thread import OneThread, by_one_thread, check_process
+from vllm_metal_lite.engine.one_thread import check_process
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
@@ -43,12 +44,11 @@ from vllm_metal_lite.speculation.speculator import Speculator
 class LLMEngine:
     """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
-    One thread at a time adds, aborts and steps (coroutines use `AsyncEngine`): a call that another
-    thread, or a forked process, makes meanwhile raises RequestError and changes nothing.
+    Not thread-safe: one thread adds, aborts and steps (coroutines use `AsyncEngine`).
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
-        self.one_thread = OneThread()
+        self.lock = threading.RLock()  # held by the thread that uses the engine
         self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(config.kv_bits)
         self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
@@ -124,7 +124,6 @@ class LLMEngine:
         """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
         return self._chat_prompt.turn(messages, add_generation_prompt, variables)
 
-    @by_one_thread
     def add_request(
         self,
         request_id: str,
@@ -145,6 +144,7 @@ class LLMEngine:
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
+        check_process()
         answers = self.intake.answers(request_id, prompt, params, priority, fair_round, checkpoints)
         names = [answer.request.request_id for answer in answers]
         if request_id in self._requests or any(name in self._answers for name in names):
@@ -161,7 +161,6 @@ class LLMEngine:
         self._requests[request_id] = answers
         self.intake.num_requests += 1
 
-    @by_one_thread
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -183,7 +182,6 @@ class LLMEngine:
 
     # Steps
 
-    @by_one_thread
     def step(self) -> list[RequestOutput]:
         """Submit the next forward, then wait for the current one; returns the requests that got a
         token (all their output so far).
@@ -226,7 +224,6 @@ class LLMEngine:
             self.failed_steps.recording_failed(requests, e)
             raise
 
-    @by_one_thread
     def rest(self) -> bool:
         """Do a little work that can wait for a pause; returns whether more is left."""
         if self._requests:
@@ -330,7 +327,6 @@ class LLMEngine:
             result.finished = True
             del self._requests[result.request_id]
 
-    @by_one_thread
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.  Running requests keep their blocks, but no request finds
         the blocks that they compute, including those of the step in flight."""

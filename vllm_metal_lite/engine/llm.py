@@ -13,6 +13,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
+from vllm_metal_lite.engine.one_thread import held
 from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list, text_or_ids
 from vllm_metal_lite.engine.scores import plan_scores
@@ -26,8 +27,7 @@ _LONGEST_REST = 2.0
 
 
 class LLM:
-    """A model and its engine, with blocking calls, for one thread at a time: a call that another
-    thread, or a forked process, makes meanwhile raises RequestError.
+    """A model and its engine, with blocking calls, for one thread at a time: others are refused.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
     options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
@@ -65,7 +65,7 @@ class LLM:
         )
 
         ids: list[str] = []
-        with self.engine.one_thread.held():
+        with held(self.engine.lock):
             try:
                 for i, prompt in enumerate(batch):
                     request_id = str(next(self._ids))
@@ -189,7 +189,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.engine.reset_prefix_cache()
+        with held(self.engine.lock):
+            self.engine.reset_prefix_cache()
 
     def _pool(self, prompts: Sequence[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
         """The finished requests of the prompts.  params: PoolingParams."""
