@@ -21,9 +21,13 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
-from vllm_metal_lite.model.files.checkpoint import load_checkpoint
 from vllm_metal_lite.model.files.find import find
-from vllm_metal_lite.model.files.folder import loading, read_config, remote_code_error
+from vllm_metal_lite.model.files.folder import (
+    load_checkpoint,
+    loading,
+    read_config,
+    remote_code_error,
+)
 from vllm_metal_lite.model.files.generation_config import sampling_defaults
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.files.tokenizer import end_token_ids, read_tokenizer
