@@ -117,10 +117,15 @@ def load_checkpoint(
             own: Callable[[Weights], Weights] = getattr(model, "sanitize", dict)
 
             def sanitize(weights: Weights) -> Weights:
-                weights = _without_tied_head(own(_with_prefix(weights, model)), model)
+                weights = own(_with_prefix(weights, model))
                 expected = dict(tree_flatten(model.parameters()))
+                for head in [n for n in weights if n.endswith(_HEAD) and n not in expected]:
+                    others = _like(weights[head], weights)
+                    if any(mx.array_equal(weights[head], weights[n]) for n in others):
+                        del weights[head]
                 if expected.keys() - weights.keys() == {_HEAD} and _is_pooling(folder):
-                    weights |= _embedding_as(_HEAD, expected[_HEAD].shape, weights, model)
+                    [embedding] = _like(expected[_HEAD], weights)
+                    weights[_HEAD] = weights[embedding]
                     heads_made.append(_HEAD)
                 return weights
 
@@ -146,28 +151,9 @@ def _with_prefix(weights: Weights, model: nn.Module) -> Weights:
     return {f"model.{n}" if is_bare and n in rest else n: w for n, w in weights.items()}
 
 
-def _without_tied_head(weights: Weights, model: nn.Module) -> Weights:
-    """The weights without a head that the module lacks, if that equals the embedding."""
-    expected = dict(tree_flatten(model.parameters()))
-    for head in [n for n in weights if n.endswith(_HEAD) and n not in expected]:
-        tied = _embedding_as(head, weights[head].shape, weights, model)
-        if all(n in weights and mx.array_equal(weights[n], w).item() for n, w in tied.items()):
-            weights = {n: w for n, w in weights.items() if n not in tied}
-    return weights
-
-
-def _embedding_as(head: str, shape: tuple, weights: Weights, model: nn.Module) -> Weights:
-    """The embedding's weight, scales and biases under a head's names; {}: there is not exactly one
-    embedding of the head's shape, plain or as the file has it."""
-    found = [
-        f"{path}."
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        and shape in (module.weight.shape, weights.get(f"{path}.weight", module.weight).shape)
-    ]
-    ours, parts = head.removesuffix("weight"), ("weight", "scales", "biases")
-    names = {ours + part: found[0] + part for part in parts} if len(found) == 1 else {}
-    return {name: weights[other] for name, other in names.items() if other in weights}
+def _like(head: mx.array, weights: Weights) -> list[str]:
+    """The weights with a head's shape that are none: the embedding."""
+    return [n for n, w in weights.items() if w.shape == head.shape and not n.endswith(_HEAD)]
 
 
 def _is_pooling(folder: Path) -> bool:
