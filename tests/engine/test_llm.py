@@ -1,5 +1,6 @@
 """The offline API over a model folder whose tokens are single characters."""
 
+import asyncio
 import json
 import os
 import threading
@@ -12,7 +13,7 @@ from mlx_lm.utils import load_tokenizer
 from tests.support.engine.sampling import log_softmax
 from tests.support.models import tiny_models as tiny
 from tests.support.run_python import run_python
-from vllm_metal_lite import LLM, SamplingParams
+from vllm_metal_lite import LLM, AsyncEngine, SamplingParams
 from vllm_metal_lite.engine import describe
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
@@ -458,6 +459,18 @@ def test_a_thread_that_comes_while_another_one_generates_is_refused_by_the_rule(
         release.set()
         assert first.result()[0].outputs[0].token_ids == tokens[:20]
     assert one(llm, prompt, greedy(20)).token_ids == tokens[:20]
+
+
+def test_an_engine_that_serves_coroutines_is_no_llm_s_until_it_is_shut_down(llm, story):
+    prompt, tokens = story
+    served = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(served.metrics())  # its thread has begun
+        with pytest.raises(RequestError, match="another thread is using this LLM"):
+            llm.generate(prompt, greedy())
+    finally:
+        served.shutdown()
+    assert one(llm, prompt, greedy()).token_ids == tokens[:12]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
