@@ -5,7 +5,7 @@ that can.  The pool's size follows from the crowd (demand / oversubscription), n
 so exhaustion is certain.  Exit status 0 only if requests were preempted AND every token is equal.
 
     python tools/repro_block_exhaustion.py
-    python tools/repro_block_exhaustion.py --oversubscribe 6 --num-requests 48
+    python tools/repro_block_exhaustion.py --oversubscribe 6 --num-requests 48 --json
     python tools/repro_block_exhaustion.py --model mlx-community/Qwen3-0.6B-4bit
     METAL_LITE_DEVICE=cpu python tools/repro_block_exhaustion.py --engine vllm
 
@@ -15,6 +15,8 @@ engine, with room for all.  --tensor-parallel-size 2 shares the model among two 
 
 import argparse
 import dataclasses
+import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -22,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.lib.frame import at_least, parser_of, print_table, run_main
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from tools.lib.frame import above_zero, at_least, parser_of, print_table, run_main
+from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
+from vllm_metal_lite.config import MAX_NUM_SEQS
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.loader import LoadedModel, load
 
@@ -35,11 +38,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     ranks = "ranks that share the model under vLLM"
-    parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help=ranks)
-    parser.add_argument("--num-requests", type=at_least(2), default=24)
+    parser.add_argument("--tensor-parallel-size", type=at_least(1, 64), default=1, help=ranks)
+    # Each has a seat, so that nothing but blocks is short.
+    parser.add_argument("--num-requests", type=at_least(2, MAX_NUM_SEQS), default=24)
     parser.add_argument(
-        "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
+        "--oversubscribe", type=above_zero, default=3.0, help="demand for blocks / size of the pool"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     if args.tensor_parallel_size != 1 and args.engine != "vllm":
         parser.error(f"--tensor-parallel-size {args.tensor_parallel_size} needs --engine vllm")
@@ -129,6 +134,8 @@ def run_vllm(
 
 def main() -> int:
     args = parse_args()
+    if args.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise MetalLiteError("--engine vllm needs vLLM, which is not installed: see docs/plugin.md")
     model = load(args.model)
     crowd = make_crowd(args, model.vocab_size)
     needs = [blocks_of(p, s) for p, s in crowd]
@@ -159,7 +166,10 @@ def main() -> int:
         "requests_that_differ": different,
         "passed": metrics["preemptions"] > 0 and not different,
     }
-    print_table(("", ""), [(name.replace("_", " "), value) for name, value in report.items()])
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print_table(("", ""), [(name.replace("_", " "), value) for name, value in report.items()])
     for i in different[:3]:
         pairs = zip(tokens[i], expected[i], strict=False)
         at = next((k for k, (a, b) in enumerate(pairs) if a != b), "end")

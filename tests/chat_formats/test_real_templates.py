@@ -4,14 +4,17 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.support.chat.byte_tokenizer import tokenizer_of
 from tests.support.chat.real_parts import template, templates
 from tests.support.chat.text import check_splits
 from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
 from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls
+from vllm_metal_lite.engine.chat_prompt import by_template
 from vllm_metal_lite.server.content import function_call
 
 USER = {"role": "user", "content": "Read it."}
@@ -89,6 +92,23 @@ def test_a_format_reads_what_its_template_writes_or_there_is_none():
     assert counts.total() == 389
     assert len(unread) <= 10, unread
     assert counts["none"] <= 39, counts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("marks", [set(), {"<think>", "</think>"}], ids=["no marks", "marks"])
+def test_a_prompt_is_that_of_transformers_whatever_the_vocabulary_is(marks):
+    plain = tokenizer_of(marks, special=False)
+    wrapper, equal = TokenizerWrapper(plain), 0
+    for name, text in templates().items():
+        plain.chat_template = text
+        try:
+            how = {"tokenize": False, "add_generation_prompt": True}
+            expected = plain.apply_chat_template([USER], **how)
+        except Exception:  # templates raise any error
+            continue
+        assert by_template(wrapper, [USER], True, {}) == expected, name
+        equal += 1
+    assert equal > 700
 
 
 @pytest.mark.long

@@ -214,6 +214,19 @@ def test_the_first_output_is_timed_if_it_holds_several_tokens():
     assert 0 < turn.seconds_to_first < turn.seconds
 
 
+def test_no_thinking_turns_the_switch_of_the_template_whatever_its_name_is():
+    llm = LLM(str(model_folder()), max_num_seqs=1)
+    source = (
+        "{% if thinking is defined and not thinking %}quick {% endif %}{{ messages[0].content }}"
+    )
+    llm.get_tokenizer()._tokenizer.chat_template = source
+    for thinking, expected in (True, "hello"), (False, "quick hello"):
+        params = SamplingParams(temperature=0, max_tokens=1)
+        conversation = Conversation(llm.engine, params, thinking=thinking)
+        turn = conversation.ask("hello", lambda text: None)
+        assert llm.get_tokenizer().decode(turn.output.prompt_token_ids) == expected
+
+
 def test_control_c_in_a_long_prompt_stops_at_the_next_chunk(monkeypatch):
     llm = LLM(str(model_folder()), max_num_seqs=1, max_num_batched_tokens=32)
     conversation = Conversation(llm.engine, SamplingParams(temperature=0, max_tokens=4))

@@ -1,6 +1,10 @@
 """The offline API over a model folder whose tokens are single characters."""
 
+import asyncio
 import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,7 +12,8 @@ from mlx_lm.utils import load_tokenizer
 
 from tests.support.engine.sampling import log_softmax
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite import LLM, SamplingParams
+from tests.support.run_python import run_python
+from vllm_metal_lite import LLM, AsyncEngine, SamplingParams
 from vllm_metal_lite.engine import describe
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
@@ -423,3 +428,72 @@ def test_checkpoints_in_any_order_or_twice_are_fine(llm):
 def test_a_count_that_rounds_to_the_next_unit():
     counts = 999_885_952, 999_400_000, 999
     assert list(map(describe._count, counts)) == ["1B", "999M", "999"]
+
+
+def test_a_thread_that_comes_while_another_one_generates_is_refused_by_the_rule(llm, story):
+    """Both would step the engine, and each would get the other's answers."""
+    prompt, tokens = story
+    inside, release = threading.Event(), threading.Event()
+
+    def hold(output):
+        inside.set()
+        assert release.wait(60)
+
+    llm.engine.on_step = hold
+    with ThreadPoolExecutor(1) as others:
+        first = others.submit(llm.generate, prompt, greedy(20))
+        assert inside.wait(60)
+        before = llm.metrics()
+        calls = [
+            lambda: llm.generate("b", greedy()),
+            lambda: llm.chat([{"role": "user", "content": "b"}], greedy()),
+            lambda: llm.embed("b"),
+            lambda: llm.score("a", "b"),
+            llm.reset_prefix_cache,
+        ]
+        for call in calls:
+            with pytest.raises(RequestError, match="another thread is using this LLM"):
+                call()
+        assert llm.metrics() == before
+        llm.engine.on_step = None
+        release.set()
+        assert first.result()[0].outputs[0].token_ids == tokens[:20]
+    assert one(llm, prompt, greedy(20)).token_ids == tokens[:20]
+
+
+def test_an_engine_that_serves_coroutines_is_no_llm_s_until_it_is_shut_down(llm, story):
+    prompt, tokens = story
+    served = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(served.metrics())  # its thread has begun
+        with pytest.raises(RequestError, match="another thread is using this LLM"):
+            llm.generate(prompt, greedy())
+    finally:
+        served.shutdown()
+    assert one(llm, prompt, greedy()).token_ids == tokens[:12]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("call", ["llm.generate('a')", "LLM('demo')", "asyncio.run(ask())"])
+def test_a_forked_child_is_refused_by_the_rule(call):
+    """MLX hangs there.  In a process of its own, because pytest has threads."""
+    text = f"""
+import asyncio, os, signal
+from vllm_metal_lite import LLM, AsyncEngine
+llm = LLM("demo", num_blocks=16, max_model_len=64)
+llm.generate("a")
+served = AsyncEngine(LLM("demo", num_blocks=16, max_model_len=64).engine)
+async def ask():
+    async for output in served.generate("a"):
+        pass
+if not os.fork():
+    signal.alarm(20)
+    try:
+        {call}
+    except ValueError as e:
+        print(e, flush=True)
+    os._exit(0)
+os.wait()
+os._exit(0)
+"""
+    assert "MLX does not survive a fork" in run_python("-c", text).stdout

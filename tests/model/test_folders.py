@@ -15,9 +15,10 @@ from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.models import describe, find_models, table
 from vllm_metal_lite.cli.options import flag
-from vllm_metal_lite.errors import ModelLoadError, SamplingError
+from vllm_metal_lite.errors import ModelLoadError, RequestError, SamplingError
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.files.generation_config import sampling_defaults
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -204,3 +205,91 @@ def test_a_quantisation_that_does_not_fit_is_named_by_its_key(folder, config, wo
     edit_config(folder, **config)
     with pytest.raises(ModelLoadError, match=f"{folder}: {words}"):
         loader.load(str(folder))
+
+
+# Files whose names or parts differ from mlx-lm's in a plain way
+
+
+def rewrite(folder: Path, name: str, change, **config):
+    """A new folder of an architecture, its weights changed."""
+    tiny.write_folder(folder, name, **config)
+    edit_weights(folder, change)
+    return str(folder)
+
+
+def bare(weights):
+    """The names of a base model's file, as of Qwen3-Embedding."""
+    for name in [name for name in weights if name.startswith("model.")]:
+        weights[name.removeprefix("model.")] = weights.pop(name)
+
+
+def bare_without_head(weights):
+    bare(weights)
+    del weights["lm_head.weight"]
+
+
+def for_embeddings(folder: Path) -> None:
+    module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "x.models.Pooling"}
+    (folder / "modules.json").write_text(json.dumps([module]))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3_text"])
+def test_names_of_a_base_model_s_file_are_read(tmp_path, name, tied):
+    tied = tied or name == "gemma3_text"
+    path = rewrite(tmp_path, name, bare, tie_word_embeddings=tied)
+    expected = tiny.write_folder(tmp_path / "expected", name, tie_word_embeddings=tied)
+    answers = [
+        LLM(p, num_blocks=8).generate("fine", GREEDY)[0].outputs[0].token_ids
+        for p in (path, str(expected))
+    ]
+    assert answers[0] == answers[1]
+    [listed] = [e for e in map(describe, find_models([tmp_path])) if e["name"] == path]
+    assert listed["supported"]
+
+
+def test_a_model_for_embeddings_needs_no_head_and_gives_no_answers(tmp_path):
+    path = rewrite(tmp_path, "qwen3", bare_without_head, tie_word_embeddings=False)
+    with pytest.raises(ModelLoadError, match="not in model"):  # an answer's head may be lost
+        loader.load(path)
+    for_embeddings(tmp_path)
+    whole = tiny.write_folder(tmp_path / "whole", "qwen3", tie_word_embeddings=False)
+    llm, expected = LLM(path, num_blocks=8), LLM(str(whole), num_blocks=8)
+    assert llm.embed("fine")[0].embedding == expected.embed("fine")[0].embedding
+    why = f"{path} gives no answers: its files have no lm_head.weight: it is for embeddings"
+    with pytest.raises(RequestError, match=re.escape(why)):
+        llm.generate("fine", GREEDY)
+    with pytest.raises(RequestError, match=re.escape(why)):
+        llm.embed("fine", pooling_params=PoolingParams(score_token_ids=[1, 2]))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4_text", "mamba", "minicpm", "hunyuan", "nemotron"])
+def test_a_tied_head_in_the_file_is_read_if_it_is_the_embedding(tmp_path, name):
+    def add_head(weights):
+        [embedding] = [n for n in weights if re.search(r"embed(_tokens|dings)\.weight$", n)]
+        weights["lm_head.weight"] = mx.array(weights[embedding])
+
+    path = rewrite(tmp_path, name, add_head, tie_word_embeddings=True)
+    loader.load(path)
+    edit_weights(tmp_path, lambda weights: weights.update({"lm_head.weight": mx.zeros((101, 64))}))
+    with pytest.raises(ModelLoadError, match=r"not in model: lm_head\.weight"):
+        loader.load(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda w: w.pop("norm.weight"),
+        lambda w: w.update({"layers.0.bonus": mx.zeros(3)}),
+        lambda w: w.update({"tower.weight": mx.zeros(3)}),
+        lambda w: w.update({"norm.weight": mx.zeros(3)}),
+    ],
+)
+def test_all_else_stays_an_error(tmp_path, damage):
+    path = rewrite(tmp_path, "qwen3", bare, tie_word_embeddings=True)
+    for_embeddings(tmp_path)
+    edit_weights(tmp_path, damage)
+    with pytest.raises(ModelLoadError, match="cannot load this model"):
+        loader.load(path)

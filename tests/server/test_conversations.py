@@ -1,5 +1,6 @@
 """Conversations become prompts whose checkpoints later prompts start from."""
 
+import asyncio
 import shutil
 
 import httpx
@@ -13,9 +14,11 @@ from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
 from vllm_metal_lite.server.served_model import ModelSpec
+from vllm_metal_lite.server.turns import prepare
 
 SYSTEM = {"role": "system", "content": "You answer in short sentences. " * 12}
 BLOCK = 16
+GO_ON = {"template": {"continue_final_message": True}, "add_generation_prompt": False}
 
 
 def assistant(text):
@@ -69,8 +72,7 @@ def test_other_models_get_none(tokenizer):
 
 
 def test_an_answer_to_be_gone_on_with(tokenizer):
-    how = {"template": {"continue_final_message": True}, "add_generation_prompt": False}
-    prompt = render(tokenizer, SYSTEM, user("hi"), assistant("Well"), **how)
+    prompt = render(tokenizer, SYSTEM, user("hi"), assistant("Well"), **GO_ON)
     assert len(shown(tokenizer, prompt)) == 1  # no user is before the system prompt
 
 
@@ -88,6 +90,38 @@ def test_a_template_that_thinks(tokenizer):
     assert system.endswith("<|end|>")
     assert question.endswith("<|assistant|>b<|end|>")
     assert end.endswith("<|user|>c d")
+
+
+# The last answer's thoughts are open, or they are closed where the message has some.
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>"
+    "{% if m.reasoning_content %}{{ m.reasoning_content }}</think>{% endif %}{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "how", "in_reasoning", "may_think"),
+    [
+        ([], {}, False, True),
+        ([], {"enable_thinking": True}, True, True),
+        ([assistant("Well")], GO_ON, True, True),
+        ([assistant("</think>Well")], GO_ON, False, False),
+        ([assistant("Well") | {"reasoning_content": "Hm"}], GO_ON, False, False),
+        ([assistant("<think>Well") | {"reasoning_content": "Hm"}], GO_ON, True, True),
+    ],
+)
+def test_the_rendered_prompt_tells_whether_an_answer_goes_on_within_thoughts(
+    tokenizer, messages, how, in_reasoning, may_think
+):
+    tokenizer._tokenizer.chat_template = THINKS
+    model = text_model(tokenizer)
+    conversation = ChatRequest([user("What does <think> do?"), *messages], **how)
+    params = SamplingParams(structured_outputs={"json_object": True})
+    turn = asyncio.run(prepare(model, conversation, params))
+    assert turn.make_parser.keywords["in_reasoning"] == in_reasoning
+    assert (turn.params.thinking is not None) == may_think
 
 
 def test_a_template_that_refuses_other_conversations_costs_checkpoints_only(tokenizer):

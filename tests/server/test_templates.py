@@ -122,6 +122,23 @@ def test_names_of_variables():
     assert found == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
+@pytest.mark.parametrize(
+    ("name", "effort", "found"),
+    [
+        ("unsloth-DeepSeek-V4-Flash", "max", {"reasoning_effort": "max"}),
+        ("openai-gpt-oss-120b", "max", {"reasoning_effort": "high"}),
+        (
+            "mistralai-Mistral-Small-4-119B-2603",
+            "none",
+            {"enable_thinking": False, "reasoning_effort": "none"},
+        ),
+        ("unsloth-DeepSeek-V4-Flash", "none", {"enable_thinking": False, "thinking": False}),
+    ],
+)
+def test_an_effort_that_the_template_names_is_given_as_it_is(with_template, name, effort, found):
+    assert with_template(name).thinking(None, effort) == found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("one_in", [8, pytest.param(1, marks=pytest.mark.thorough)])
 def test_every_template_can_be_probed(qwen, monkeypatch, one_in):

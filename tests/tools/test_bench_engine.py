@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.models import tiny_models as tiny
+from tools import repro_block_exhaustion
 from tools.bench import engine as bench_engine
 from tools.bench import speculation
 from tools.bench.lib.agreement import agree
@@ -19,6 +20,7 @@ from tools.bench.lib.metrics import measure, median_of
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
+from tools.demo_model import recall
 from tools.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -224,6 +226,30 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
         (bench_engine, "--load short_even --scale 0", "--scale: must be above 0, got 0"),
         (bench_engine, "--load short_even --repeats -1", "--repeats: must be at least 1, got -1"),
         (speculation, "--runs 0", "--runs: must be at least 1, got 0"),
+        (speculation, "--runs 1e3", "--runs: must be an integer, got '1e3'"),
+        (speculation, "--runs 10000000", "--runs: must be at most 1000000, got 10000000"),
+        (bench_engine, "--load short_even --scale nan", "--scale: must be above 0, got nan"),
+        (
+            bench_engine,
+            "--load short_even --scale inf",
+            "--scale: must be at most 1000000, got inf",
+        ),
+        (recall, "--require nan", "--require: must be from 0 to 1, got nan"),
+        (recall, "--lengths 0", "--lengths: must be at least 1, got 0"),
+        (repro_block_exhaustion, "--num-requests 1", "--num-requests: must be at least 2, got 1"),
+        (
+            repro_block_exhaustion,
+            "--num-requests 99999999999",
+            "--num-requests: must be at most 16384, got 99999999999",
+        ),
+        (repro_block_exhaustion, "--num-requests " + "9" * 5000, "must be an integer, got '999"),
+        (repro_block_exhaustion, "--oversubscribe 1", "--oversubscribe must be above 1, got 1"),
+        (repro_block_exhaustion, "--oversubscribe nan", "--oversubscribe: must be above 0"),
+        (
+            repro_block_exhaustion,
+            "--tensor-parallel-size 2",
+            "--tensor-parallel-size 2 needs --engine vllm",
+        ),
     ],
 )
 def test_a_number_that_cannot_work_is_named_before_the_run(

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tools.demo_model import data
-from tools.lib.frame import parser_of, print_table, run_main, say
+from tools.lib.frame import at_least, parser_of, print_table, run_main, say
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.files.find import DEMO_PATH
@@ -76,10 +76,14 @@ def main() -> int:
     """Returns 1 if an accuracy is below --require."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_PATH)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 3072])
-    parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each length")
+    parser.add_argument("--lengths", type=at_least(1), nargs="+", default=[256, 1024, 3072])
+    parser.add_argument(
+        "--num-prompts", type=at_least(1), default=100, help="prompts of each length"
+    )
     parser.add_argument("--require", type=float, default=0, help="fail below this accuracy")
     args = parser.parse_args()
+    if not 0 <= args.require <= 1:
+        parser.error(f"argument --require: must be from 0 to 1, got {args.require:g}")
     heads = ("tokens", "prompts", *ENGINES, "equal answers", "least")
     found = print_table(heads, (row_of(length, args) for length in args.lengths))
     return 1 if min(row[-1] for row in found) < args.require else 0

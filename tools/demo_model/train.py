@@ -21,7 +21,7 @@ from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
 from tools.demo_model import data
-from tools.lib.frame import parser_of, run_main
+from tools.lib.frame import above_zero, at_least, parser_of, run_main
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -124,12 +124,14 @@ def main() -> int:
     """Make the tokenizer, train, save."""
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--steps", type=int, default=12500)
-    parser.add_argument("--start", type=int, default=0, help="first step, with --resume")
+    parser.add_argument("--steps", type=at_least(1), default=12500)
+    parser.add_argument("--start", type=at_least(0), default=0, help="first step, with --resume")
     parser.add_argument("--resume", type=Path, help="model folder to start from")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=14, help="processes that make data")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop and save after these")
+    parser.add_argument("--seed", type=at_least(0), default=1)
+    parser.add_argument(
+        "--workers", type=at_least(1, 256), default=14, help="processes that make data"
+    )
+    parser.add_argument("--minutes", type=above_zero, default=1e9, help="stop and save after these")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps, on a CPU")
     args = parser.parse_args()
     args.dtype, args.steps, args.workers = (

@@ -1,15 +1,17 @@
 """The frame of a tool: its header is the help text, an error is one line, results are tables."""
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from vllm_metal_lite import MetalLiteError
+from vllm_metal_lite.errors import shorten, show
 
+T = TypeVar("T", int, float)
+_MOST = 1_000_000  # of anything that a tool counts
 _STARTED = time.monotonic()
 
 
@@ -19,21 +21,37 @@ def parser_of(header: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=header, formatter_class=how)
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    """The type of an argument: an integer of at least `low`."""
+def at_least(low: int, most: int = _MOST) -> Callable[[str], int]:
+    """The type of an argument: an integer from `low` to `most`, above which a run has no end."""
 
     def integer(text: str) -> int:
-        if (number := int(text)) < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {number}")
-        return number
+        number = _read(text, int)
+        if number < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {shorten(text)}")
+        return _at_most(number, most)
 
     return integer
 
 
 def above_zero(text: str) -> float:
-    """The type of an argument: a finite number above 0."""
-    if not 0 < (number := float(text)) < math.inf:
+    """The type of an argument: a number above 0, and no larger than a run can make use of."""
+    number = _read(text, float)
+    if not number > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {number:g}")
+    return _at_most(number, _MOST)
+
+
+def _read(text: str, kind: type[T]) -> T:
+    try:
+        return kind(text)
+    except ValueError:  # no number, or too many digits
+        name = "an integer" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"must be {name}, got {show(text)}") from None
+
+
+def _at_most(number: T, most: int) -> T:
+    if number > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most}, got {shorten(str(number))}")
     return number
 
 

@@ -219,7 +219,7 @@ def cut(folder: Path) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=above_zero, default=20)
-    parser.add_argument("--clients", type=at_least(1), default=24)
+    parser.add_argument("--clients", type=at_least(1, 10_000), default=24)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         broken = f"broken={cut(Path(scratch) / 'broken')}"

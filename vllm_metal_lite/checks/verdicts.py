@@ -3,6 +3,9 @@
 For this device, MLX version and kernel source, this module remembers each pass with its times, and
 each kernel that hung or ended its process, because another try may cost the whole deadline.  Other
 failures, also of the timing, are tried again at each start.
+
+Without a time, prompts use MLX's SDPA, which Apple tunes for each Mac.  Other correct kernels stay:
+what replaces them copies K and V, and a timing fails most often because memory is short.
 """
 
 import json
@@ -80,7 +83,9 @@ def _verdict(
         if not result.passed:
             failures.setdefault(result.kernel, f"{result}{remark}")
         elif REGISTRY[result.kernel].prefill == "varlen":
-            varlen += speed is None or speed.ratio <= 1
+            varlen += not result.timing_failed and (speed is None or speed.ratio <= 1)
+            if result.timing_failed:
+                logger.warning(f"{result.check} is not used for prompts: it cannot be timed")
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")
     return Verdict(failures, "varlen" if varlen == len(use.shapes) else "gather")

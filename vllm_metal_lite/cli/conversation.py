@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_metal_lite.engine.chat_prompt import template_variables, thinking_switch
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import RequestError, one_line
@@ -63,7 +64,10 @@ class Conversation:
         thinking: bool = True,
     ) -> None:
         self.engine, self.params, self.system = engine, params, system
-        self._template = {} if thinking else {"enable_thinking": False}
+        self._template: dict[str, bool] = {}
+        if not thinking and engine.model.tokenizer is not None:
+            variables = template_variables(engine.model.tokenizer)
+            self._template = thinking_switch(variables, False)
         self._ids = itertools.count()
         self.reset()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.one_thread import check_process, held
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.errors import ConfigError, show
 from vllm_metal_lite.outputs import RequestOutput
@@ -130,6 +131,7 @@ class AsyncEngine:
         atexit.unregister(self.shutdown)
 
     def _submit(self, call: Callable[[], Any]) -> Future:
+        check_process()
         future: Future = Future()
         with self._closing:
             if self._closed:
@@ -159,7 +161,8 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self._loop()
+            with held(self._engine.lock, wait=True):
+                self._loop()
         finally:
             with suppress(Exception):  # the error of an abandoned step
                 self._engine.runner.synchronize()

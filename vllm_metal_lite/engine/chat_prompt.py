@@ -1,10 +1,12 @@
 """Conversations to token ids, under a model's chat template."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jinja2 import TemplateSyntaxError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import Message, chat_checkpoints
@@ -13,6 +15,8 @@ from vllm_metal_lite.errors import Option, RequestError, one_line, show
 
 # Roles that chat templates know; a template may name others.
 _ROLES = ("system", "user", "assistant", "tool")
+# Variables of templates that say whether, and how much, a model thinks.
+THINKING = frozenset(("enable_thinking", "reasoning_effort", "thinking"))
 # A conversation as text, of (messages, add_generation_prompt, extra template variables).
 Render = Callable[[Sequence[Message], bool, Mapping[str, Any]], str]
 
@@ -81,11 +85,41 @@ def by_template(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """A conversation as text.  Raises what the template raises."""
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
-    )
+    """A conversation as text, as transformers renders it.  Raises what the template raises.
+
+    mlx-lm's wrapper itself sets `enable_thinking`, by the vocabulary, where the user does not.
+    """
+    given = dict(variables)
+    if "enable_thinking" in given:  # Python code that comes with a model may have another name
+        given[tokenizer._thinking_kwarg] = given.pop("enable_thinking")
+    by_transformers = partial(tokenizer._tokenizer.apply_chat_template, tokenize=False)
+    render = tokenizer._chat_template or by_transformers
+    text: str = render(list(messages), add_generation_prompt=add_generation_prompt, **given)
     return text
+
+
+def template_source(tokenizer: TokenizerWrapper) -> str:
+    """The text of a chat template; of all, if there are several; "": Python code renders."""
+    template = tokenizer.chat_template
+    return "".join(
+        map(str, template.values() if isinstance(template, Mapping) else [template or ""])
+    )
+
+
+def template_variables(tokenizer: TokenizerWrapper) -> frozenset[str]:
+    """The variables that a chat template reads."""
+    source = template_source(tokenizer)
+    try:
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError:  # transformers knows more tags, such as `generation`
+        return frozenset(name for name in (*THINKING, "tools") if name in source)
+    return frozenset(meta.find_undeclared_variables(parsed))
+
+
+def thinking_switch(variables: Container[str], enabled: bool) -> dict[str, bool]:
+    """The variables that turn thoughts on or off in a template that reads `variables`."""
+    names = [name for name in ("enable_thinking", "thinking") if name in variables]
+    return dict.fromkeys(names or ["enable_thinking"], enabled)
 
 
 def _check_arguments(messages: Any, add_generation_prompt: Any) -> None:
@@ -106,9 +140,7 @@ def _check_arguments(messages: Any, add_generation_prompt: Any) -> None:
 def _check_roles(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> None:
     """Raise RequestError for a role that the chat template does not name: many templates leave
     such messages out."""
-    template = tokenizer.chat_template
-    sources = template.values() if isinstance(template, Mapping) else [template or ""]
-    source = "".join(map(str, sources))  # "": a template in Python, which refuses by itself
+    source = template_source(tokenizer)  # "": the Python code refuses by itself
     for role in dict.fromkeys(message["role"] for message in messages):
         if role not in _ROLES and source and f"'{role}'" not in source.replace('"', "'"):
             raise RequestError(

@@ -1,5 +1,6 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
 from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
+from vllm_metal_lite.engine.one_thread import check_process
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
@@ -46,6 +48,7 @@ class LLMEngine:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+        self.lock = threading.RLock()  # held by the thread that uses the engine
         self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(config.kv_bits)
         self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
@@ -95,6 +98,7 @@ class LLMEngine:
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
         """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
+        check_process()
         config = _config_of(config)
         return cls(load(name, config.dtype, config.trust_remote_code), config)
 
@@ -140,6 +144,7 @@ class LLMEngine:
         checkpoints: numbers of prompt tokens after which other prompts may continue differently,
         such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
+        check_process()
         answers = self.intake.answers(request_id, prompt, params, priority, fair_round, checkpoints)
         names = [answer.request.request_id for answer in answers]
         if request_id in self._requests or any(name in self._answers for name in names):

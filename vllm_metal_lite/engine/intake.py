@@ -39,6 +39,9 @@ class Intake:
         model, pooling = self._model, None
         if isinstance(params, PoolingParams):
             pooling, params = resolved(params, model), ONE_TOKEN
+        reads_head = pooling is None or pooling.score_token_ids is not None
+        if reads_head and model.no_answers is not None:
+            raise RequestError(f"{model.name} gives no answers: {model.no_answers}")
         params = SamplingParams(**model.sampling_defaults) if params is None else params
         _check_arguments(request_id, params, priority, fair_round)
         validate(params, model.vocab_size)

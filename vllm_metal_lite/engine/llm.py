@@ -13,6 +13,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
+from vllm_metal_lite.engine.one_thread import held
 from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list, text_or_ids
 from vllm_metal_lite.engine.scores import plan_scores
@@ -26,7 +27,7 @@ _LONGEST_REST = 2.0
 
 
 class LLM:
-    """A model and its engine, with blocking calls; use from one thread at a time.
+    """A model and its engine, with blocking calls, for one thread at a time: others are refused.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
     options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
@@ -64,19 +65,20 @@ class LLM:
         )
 
         ids: list[str] = []
-        try:
-            for i, prompt in enumerate(batch):
-                request_id = str(next(self._ids))
-                how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
-                try:
-                    self.engine.add_request(request_id, prompt, params[i], **how)
-                except RequestError as e:
-                    where = f"prompt {i}: " if len(batch) > 1 else ""
-                    raise RequestError(where, *e.parts) from None
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
-        finally:
-            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
+        with held(self.engine.lock):
+            try:
+                for i, prompt in enumerate(batch):
+                    request_id = str(next(self._ids))
+                    how: dict[str, Any] = {"priority": priorities[i], "checkpoints": kept[i]}
+                    try:
+                        self.engine.add_request(request_id, prompt, params[i], **how)
+                    except RequestError as e:
+                        where = f"prompt {i}: " if len(batch) > 1 else ""
+                        raise RequestError(where, *e.parts) from None
+                    ids.append(request_id)
+                return self._run(ids, use_tqdm)
+            finally:
+                self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
 
     def chat(
         self,
@@ -187,7 +189,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.engine.reset_prefix_cache()
+        with held(self.engine.lock):
+            self.engine.reset_prefix_cache()
 
     def _pool(self, prompts: Sequence[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
         """The finished requests of the prompts.  params: PoolingParams."""

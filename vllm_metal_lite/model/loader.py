@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import activations
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import get_total_parameters, load_model
+from mlx_lm.utils import get_total_parameters
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -22,7 +22,12 @@ from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.files.find import find
-from vllm_metal_lite.model.files.folder import loading, read_config, remote_code_error
+from vllm_metal_lite.model.files.folder import (
+    load_checkpoint,
+    loading,
+    read_config,
+    remote_code_error,
+)
 from vllm_metal_lite.model.files.generation_config import sampling_defaults
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.files.tokenizer import end_token_ids, read_tokenizer
@@ -54,7 +59,7 @@ class LoadedModel:
     sampling_defaults: SamplingParams fields of requests that name none.
     kv_bits: bits per stored K or V value; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
-    pooling: how the model makes embeddings and scores.
+    pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
     """
 
     name: str
@@ -71,6 +76,7 @@ class LoadedModel:
     ranks: RankGroup = ALONE
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     kv_bits: int | None = None
+    no_answers: str | None = None
 
     @property
     def kv_specs(self) -> list[LayerSpec]:
@@ -155,7 +161,7 @@ def load(
     folder, name = find(name), str(name)
     _check_folder(name, folder, trust_remote_code)
     with loading(name, "this model"):
-        model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
+        model, tokenizer, config, no_answers = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
@@ -163,6 +169,7 @@ def load(
         return replace(
             loaded,
             sampling_defaults=sampling_defaults(folder),
+            no_answers=no_answers,
             pooling=pooling_config(folder, name, tokenizer.get_vocab()),
         )
 
@@ -177,7 +184,7 @@ def preview(
     """
     _check_folder(name, folder, trust_remote_code)
     with loading(name, "this model"):
-        model, tokenizer, config = _unevaluated(name, folder, dtype, trust_remote_code)
+        model, tokenizer, config, _ = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
         )
@@ -186,8 +193,9 @@ def preview(
 
 def _unevaluated(
     name: str, folder: Path, dtype: str, trust_remote_code: bool
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], str | None]:
+    """The last: `LoadedModel.no_answers`."""
+    model, config, has_head = load_checkpoint(folder, trust_remote_code)
     tokenizer = read_tokenizer(name, folder, config, trust_remote_code)
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         raise ModelLoadError("it has no tokenizer files")
@@ -195,7 +203,8 @@ def _unevaluated(
         cast(model, getattr(mx, dtype))
     elif backend.is_cpu():
         expand(model)
-    return model, tokenizer, config
+    problem = None if has_head else "its files have no lm_head.weight: it is for embeddings"
+    return model, tokenizer, config, problem
 
 
 def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:

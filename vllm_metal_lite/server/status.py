@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite import __version__
+from vllm_metal_lite.engine.chat_prompt import THINKING
 from vllm_metal_lite.server.served_model import Model
 from vllm_metal_lite.server.server import Server
-from vllm_metal_lite.server.templates import SHOWN
 
 
 def model_status(model: Model) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def model_status(model: Model) -> dict[str, Any]:
             "chat_template": {
                 "system_in_middle": template.system_in_middle,
                 "reasoning": template.reasoning,
-                "variables": sorted(template.variables & SHOWN),
+                "variables": sorted(template.variables & {*THINKING, "tools"}),
             },
         }
     return status

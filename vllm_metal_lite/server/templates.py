@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from jinja2 import TemplateSyntaxError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.chat_checkpoints import Message, num_common, num_systems
-from vllm_metal_lite.engine.chat_prompt import by_template
+from vllm_metal_lite.engine.chat_prompt import (
+    by_template,
+    template_source,
+    template_variables,
+    thinking_switch,
+)
 from vllm_metal_lite.server.offload import check_wanted
 
 Variables = Mapping[str, Any]
@@ -26,10 +29,9 @@ _OTHER: Message = {"role": "user", "content": _USER}
 _ANSWER: Message = {"role": "assistant", "content": _USER}
 # Names of the field that holds thoughts, in the order of preference.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# Variables of templates that requests may set by other names.
-THINKING = frozenset(("enable_thinking", "reasoning_effort", "thinking"))
-SHOWN = THINKING | {"tools"}
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+# Other efforts than those that all templates know, with the nearest of these; "none" turns
+# thoughts off by the template's switch.
+_EFFORTS = {"none": None, "minimal": "low", "xhigh": "high", "max": "high"}
 
 
 @dataclass(frozen=True)
@@ -40,27 +42,29 @@ class Template:
     them in their place, between `head` and `tail`; "in user turn": the template has no system turns
     that could be copied, so they become text of the user.
     reasoning: the field of a message that holds thoughts; "": they are not shown.
-    variables: those that the template reads.
+    variables: those that the template reads.  efforts: those of _EFFORTS that the template names.
     """
 
     tokenizer: TokenizerWrapper
     system_in_middle: Literal["native", "inserted", "in user turn"]
     reasoning: str = ""
     variables: frozenset[str] = frozenset()
+    efforts: frozenset[str] = frozenset()
     head: str = ""
     tail: str = ""
     user_head: str = ""
 
     def thinking(self, enabled: bool | None, effort: str | None) -> dict[str, Any]:
         """Variables of the template that say whether, and how much, a model thinks."""
-        found: dict[str, Any] = {}
         if effort == "none":
             enabled = False
+        if effort not in self.efforts:
+            effort = _EFFORTS.get(str(effort), effort)
+        found: dict[str, Any] = {}
         if enabled is not None:
-            names = [name for name in ("enable_thinking", "thinking") if name in self.variables]
-            found |= dict.fromkeys(names or ["enable_thinking"], enabled)
-        if effort not in (None, "none"):
-            found["reasoning_effort"] = _EFFORTS.get(str(effort), effort)
+            found |= thinking_switch(self.variables, enabled)
+        if effort is not None:
+            found["reasoning_effort"] = effort
         return found
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
@@ -135,10 +139,11 @@ def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
 
 def probe(tokenizer: TokenizerWrapper) -> Template:
     """The features of a tokenizer's chat template."""
-    source = tokenizer.chat_template
-    source = source if isinstance(source, str) else ""
+    source = template_source(tokenizer)
     reasoning = next((name for name in _REASONING if _reads(source, name)), "")
-    variables = _variables(source)
+    variables = template_variables(tokenizer)
+    named = {name for name in _EFFORTS if f"'{name}'" in source or f'"{name}"' in source}
+    efforts = frozenset(named if "reasoning_effort" in variables else ())
 
     def render(*messages: Message) -> str | None:
         try:
@@ -151,12 +156,12 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
     if before and middle and middle.startswith(before):
         rest = middle[len(before) :]
         if -1 < rest.find(_SYSTEM) < rest.find(_USER):
-            return Template(tokenizer, "native", reasoning, variables)
+            return Template(tokenizer, "native", reasoning, variables, efforts)
     front = render(system, user)
     turns = _turns(front)
     if turns is None:
-        return Template(tokenizer, "in user turn", reasoning, variables)
-    return Template(tokenizer, "inserted", reasoning, variables, *turns)
+        return Template(tokenizer, "in user turn", reasoning, variables, efforts)
+    return Template(tokenizer, "inserted", reasoning, variables, efforts, *turns)
 
 
 def _turns(front: str | None) -> tuple[str, str, str] | None:
@@ -178,11 +183,3 @@ def _turns(front: str | None) -> tuple[str, str, str] | None:
 def _reads(source: str, name: str) -> bool:
     """Whether a template reads this field of messages."""
     return any(f in source for f in (f".{name}", f"'{name}'", f'"{name}"'))
-
-
-def _variables(source: str) -> frozenset[str]:
-    try:
-        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except TemplateSyntaxError:  # transformers knows more tags, such as `generation`
-        return frozenset(name for name in SHOWN if name in source)
-    return frozenset(meta.find_undeclared_variables(parsed))

@@ -9,10 +9,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.chat_formats.grammars import marks_of
-from vllm_metal_lite.engine.chat_prompt import by_template
+from vllm_metal_lite.engine.chat_prompt import THINKING, by_template, template_source
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig
 from vllm_metal_lite.server.piece_encoder import PieceEncoder
-from vllm_metal_lite.server.templates import THINKING, Template, probe
+from vllm_metal_lite.server.templates import Template, probe
 
 _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 
@@ -49,8 +49,7 @@ class TextModel:
 
     def __init__(self, facts: ModelFacts, tokenizer: TokenizerWrapper) -> None:
         self.facts, self.tokenizer = facts, tokenizer
-        template = tokenizer.chat_template
-        self._source = template if isinstance(template, str) else ""
+        self._source = template_source(tokenizer)
 
     @cached_property
     def longest_token(self) -> int:

@@ -81,12 +81,20 @@ def _reasoning(
     model: TextModel, conversation: ChatRequest, prompt: RenderedPrompt
 ) -> tuple[bool, bool]:
     """(The prompt ends inside a thinking block, the prompt has already closed it)."""
-    chat_format = model.chat_format
-    if conversation.add_generation_prompt:
-        tail = model.tokenizer.decode(prompt.token_ids[-_TAIL:])
-        return chat_format.opens_reasoning(tail), chat_format.closes_reasoning(tail)
-    last = conversation.messages[-1]
-    return last["role"] == "assistant" and chat_format.is_thinking(last["content"]), False
+    chat_format, begun = model.chat_format, ""
+    if not conversation.add_generation_prompt:
+        last = conversation.messages[-1]
+        if last["role"] != "assistant":
+            return False, False
+        begun = last["content"].strip()
+    # A token may be a quarter of a character.
+    tail = model.tokenizer.decode(prompt.token_ids[-_TAIL - 4 * len(begun) :])
+    head, thoughts = tail[: max(tail.rfind(begun), 0)], chat_format.thoughts
+    if not begun or thoughts is None:
+        return chat_format.opens_reasoning(head), chat_format.closes_reasoning(head)
+    opened = thoughts.start if chat_format.opens_reasoning(head) else ""
+    is_open = chat_format.is_thinking(opened + begun)
+    return is_open, not is_open and not thoughts.in_channel
 
 
 def _thinking(

@@ -1,13 +1,15 @@
 """The files of a model's folder: checks and reads them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, load_model
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, Option, RemoteCodeError, one_line, show
@@ -16,6 +18,8 @@ from vllm_metal_lite.errors import ModelLoadError, Option, RemoteCodeError, one_
 READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 READ_PATTERNS += ["merges.txt", "vocab.txt"]
 
+Weights = dict[str, mx.array]
+_HEAD = "lm_head.weight"
 # The start of a git-lfs pointer, which git checks out if git-lfs is not installed.
 _LFS_FIRST_WORDS = b"version https://git-lfs"
 
@@ -89,9 +93,72 @@ def weights(folder: Path) -> Iterator[tuple[str, mx.array]]:
     """Names and arrays of a model's weight files; only the headers are read."""
     for file in weight_files(folder):
         try:
-            yield from cast(dict[str, mx.array], mx.load(str(file))).items()
+            yield from cast(Weights, mx.load(str(file))).items()
         except RuntimeError as e:
             raise ModelLoadError(f"{file.name}: {one_line(e)}") from e
+
+
+def load_checkpoint(
+    folder: Path, trust_remote_code: bool
+) -> tuple[nn.Module, dict[str, Any], bool]:
+    """(The module, its weights not read yet; config.json; whether the files have a head).
+
+    Files that mlx-lm refuses may differ from it in a plain way: names without `model.`, as those of
+    Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
+    folder for embeddings.  Otherwise raises what mlx-lm raises: each weight has one place.
+    """
+    heads_made: list[str] = []
+
+    def classes(config: dict[str, Any]) -> Any:
+        model_class, args_class = _get_classes(config)
+
+        def build(args: Any) -> nn.Module:
+            model = model_class(args)
+            own: Callable[[Weights], Weights] = getattr(model, "sanitize", dict)
+
+            def sanitize(weights: Weights) -> Weights:
+                weights = own(_with_prefix(weights, model))
+                expected = dict(tree_flatten(model.parameters()))
+                for head in [n for n in weights if n.endswith(_HEAD) and n not in expected]:
+                    others = _like(weights[head], weights)
+                    if any(mx.array_equal(weights[head], weights[n]) for n in others):
+                        del weights[head]
+                if expected.keys() - weights.keys() == {_HEAD} and _is_pooling(folder):
+                    [embedding] = _like(expected[_HEAD], weights)
+                    weights[_HEAD] = weights[embedding]
+                    heads_made.append(_HEAD)
+                return weights
+
+            model.sanitize = sanitize
+            return model
+
+        return build, args_class
+
+    try:
+        return *load_model(folder, lazy=True, trust_remote_code=trust_remote_code), True
+    except Exception:
+        with suppress(Exception):
+            model, config = load_model(folder, lazy=True, get_model_classes=classes)
+            del model.sanitize
+            return model, config, not heads_made
+        raise
+
+
+def _with_prefix(weights: Weights, model: nn.Module) -> Weights:
+    """The weights with `model.` before all names but a head's, if `model.model` has them."""
+    inner, rest = model.children().get("model", ()), {n for n in weights if "lm_head." not in n}
+    is_bare = all(name.partition(".")[0] in inner for name in rest)
+    return {f"model.{n}" if is_bare and n in rest else n: w for n, w in weights.items()}
+
+
+def _like(head: mx.array, weights: Weights) -> list[str]:
+    """The weights with a head's shape that are none: the embedding."""
+    return [n for n, w in weights.items() if w.shape == head.shape and not n.endswith(_HEAD)]
+
+
+def _is_pooling(folder: Path) -> bool:
+    modules = read_json(folder / "modules.json", list)
+    return any(str(module.get("type")).endswith("Pooling") for module in modules)
 
 
 def _refuse_pointers(folder: Path) -> None:
