@@ -263,3 +263,5 @@ def test_what_is_not_served_is_named():
     assert re.search("do not read .* 3 bits in groups of 64", experts_problem(three) or "")
     with pytest.raises(ValueError, match=r"x must be \(10, 8\), not \(9, 8\)"):
         expert_sum(mx.zeros((9, 8)), mx.zeros((5, 2)))
+    with pytest.raises(ValueError, match=r"x must be \(10, 8\), not \(10, 10\)"):
+        expert_sum(mx.zeros((10, 10)), mx.zeros((5, 2)))

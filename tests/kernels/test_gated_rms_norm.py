@@ -93,6 +93,7 @@ def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
     [
         ({"z": Columns(mx.zeros((3, 64)), 0)}, r"z is columns 0 to 64 of 2 rows .* \(3, 64\)"),
         ({"z": Columns(mx.zeros((2, 64)), 1)}, r"z is columns 1 to 65 of .* \(2, 64\)"),
+        ({"dim": 24}, r"x must be \(2, 48\), not \(2, 64\)"),
         ({"weight": mx.zeros(32)}, r"weight must be \(64,\) mlx.core.float32, not \(32,\)"),
         ({"weight": mx.zeros(16, mx.float16)}, r"must be \(16,\) .*, not \(16,\) mlx.core.float16"),
     ],

@@ -97,7 +97,7 @@ def test_a_device_of_few_registers_takes_fewer_simdgroups(splits, monkeypatch):
 
     change_device(monkeypatch, latent_simdgroups=16)
     monkeypatch.setattr(HostKernel, "__call__", limited)
-    monkeypatch.setattr(module, "_fits", cache(module._fits.__wrapped__))
+    monkeypatch.setattr(module, "_runs", cache(module._runs.__wrapped__))
     case = Case([(1, 40), (3, 27)], heads=20, latent_dim=512, rope=64, dtype=mx.float16)
     for _ in range(2):
         case.check(splits=splits)

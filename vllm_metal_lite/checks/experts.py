@@ -22,8 +22,7 @@ from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
 from vllm_metal_lite.specs import Quantisation
 
-_ROWS, _MANY_ROWS = 20, 300
-_CHOICES, _FEW_CHOICES = 4, 2
+_ROWS, _MANY_ROWS, _CHOICES = 20, 300, 4
 _PADDING = 2  # rows, the last ones
 # Tiles of many rows, and of few, which take no instructions for matrices.
 _TILES = 32, MAX_LANE_ROWS
@@ -42,7 +41,7 @@ def expert_plan(check: Check[MixtureShape]) -> float:
     """Plans, equal to the bit, with padding and one expert that has several tiles.  For few rows,
     for more than threadgroup memory holds at once, and for few pairs: a short array."""
     count, got, expected = check.shape.experts.experts, [], []
-    sizes = (_ROWS, _CHOICES), (_MANY_ROWS, _CHOICES), (_PADDING + 1, _FEW_CHOICES)
+    sizes = (_ROWS, _CHOICES), (_MANY_ROWS, _CHOICES), (_PADDING + 1, 2)
     for (rows, choices), tile in zip(sizes, (_TILES[0], *_TILES), strict=True):
         indices, num_live = _indices(count, rows)[:, :choices], rows - _PADDING
         got.append(plan_experts(mx.array(indices), count, mx.array([num_live], mx.int32)).array)

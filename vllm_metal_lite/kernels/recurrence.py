@@ -90,7 +90,7 @@ def time_gates(
 
     Source: `compute_dt` and `ssm_update` of mlx-lm.
     """
-    # A softplus is not below 0.
+    # A softplus is not negative, and no template value may be.
     low, high = (max(0.0, min(_LARGEST, limit)) for limit in limits)
     return Gates(dt, dt, False, _TIME, a_log, dt_bias, low=low, high=high)
 
