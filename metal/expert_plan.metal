@@ -26,9 +26,10 @@
 //
 // Cost.  One launch; a thread reads 2 pairs + EXPERTS words of threadgroup memory for each expert.
 
-// The experts of pairs from `first` on, for all threads.  Padding's is EXPERTS.
-template <int EXPERTS, int PART, int THREADS, typename I>
-METAL_FUNC void stage(threadgroup int* experts, const device I* indices, int first, int end, int live,
+// The experts of pairs from `first` on, for all threads.  Padding's is EXPERTS.  INDICES: a pointer, of the
+// constant address space for fewer than 8 pairs.
+template <int EXPERTS, int PART, int THREADS, typename INDICES>
+METAL_FUNC void stage(threadgroup int* experts, INDICES indices, int first, int end, int live,
                       int thread_index) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // all have read the part before
   for (int i = thread_index; i < PART && first + i < end; i += THREADS) {

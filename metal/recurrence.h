@@ -40,7 +40,7 @@
 // GATE: what `gates` holds.  Only finished gates may differ by column (VECTOR).
 #define GATE_GIVEN 0     // the finished gate
 #define GATE_SOFTPLUS 1  // a: gate = exp(-exp(a_log) softplus(a + bias))
-#define GATE_BOUNDED 2   // a: gate = exp(low sigmoid(exp(a_log) (a + bias)))
+#define GATE_BOUNDED 2   // a: gate = exp(-low sigmoid(exp(a_log) (a + bias)))
 #define GATE_TIME 3      // dt: beta = softplus(dt + bias), limited to low ... high; gate = exp(-exp(a_log) beta)
 
 // Turns what the inputs hold into gate and beta.  BETA: 0, beta is finished; else it is a logit, and BETA
@@ -55,7 +55,7 @@ METAL_FUNC void make_gates(thread float& gate, thread float& beta, float rate, f
     gate = exponential(-rate * softplus(gate + bias));
   }
   if (GATE == GATE_BOUNDED) {
-    gate = exponential(low * sigmoid(rate * (gate + bias)));
+    gate = exponential(-low * sigmoid(rate * (gate + bias)));
   }
   if (GATE == GATE_TIME) {
     beta = softplus(gate + bias);

@@ -60,7 +60,22 @@ def generated_source(
     parts = printed.split("```")
     if len(parts) < 3:
         raise HostError(f"MLX printed no source for kernel {definition['name']}: {printed[:200]!r}")
-    return "```".join(parts[1:-1]).removeprefix("\n")
+    text = "```".join(parts[1:-1]).removeprefix("\n")
+    if template and not (name := oldest_name(text)).isidentifier():
+        raise HostError(f"MLX 0.32.2 would name the kernel {name}, which is no identifier")
+    return text
+
+
+def oldest_name(text: str) -> str:
+    """The name in a text of `generated_source` that has a template, as the oldest MLX allowed on a
+    Mac makes it.
+
+    MLX before 0.32.4 puts template values in the name as they are, and replaces <, > and commas
+    only.  So a negative value leaves its sign there.
+    """
+    name, values = re.search(r"decltype\((\w+)<(.*?)>\)", text).groups()
+    values = values.replace(", ", "_")
+    return name.replace(re.sub(r"\W", "_", values), values, 1)
 
 
 def instantiation(text: str) -> str:

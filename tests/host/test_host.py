@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.host import HostError, HostOptions, KernelFault, installed, run_metal
+from metal.host import HostError, HostOptions, KernelFault, installed, mlx_source, run_metal
 from tests.support.host.launch import launch
 
 SCHEDULES = ["forward", "reverse", 1, 2]
@@ -102,6 +102,17 @@ def test_matrix_product_by_simdgroup_matrices(dtype):
     )
     wide = [np.array(x.astype(mx.float32), np.float64) for x in (a, b)]
     np.testing.assert_allclose(out, wide[0] @ wide[1].T, rtol=1e-4, atol=1e-4)
+
+
+def test_template_values_leave_the_name_an_identifier():
+    """On the oldest MLX that a Mac may have, too: there a sign stays in the name."""
+    definition = {"name": "test", "input_names": ["a"], "output_names": ["out"], "source": "N"}
+    rest = [mx.zeros(8)], [("T", mx.bfloat16), ("N", 3), ("B", True)], [mx.float32]
+    text = mlx_source.generated_source(definition, *rest)
+    name = "custom_kernel_test__bfloat16_t_3_1_float_float"
+    assert (mlx_source.oldest_name(text), f"[[kernel]] void {name}(" in text) == (name, True)
+    with pytest.raises(HostError, match="the kernel custom_kernel_test__-3_float_float"):
+        launch("out[0] = N;", [mx.zeros(8)], ((8,), mx.float32), (1, 1, 1), (1, 1, 1), [("N", -3)])
 
 
 def test_a_write_through_an_input_reaches_the_array():

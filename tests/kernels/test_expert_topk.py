@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kernels.arrays import rounded, seeded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.expert_topk import MAX_EXPERTS, MAX_TOP_K, Routing, expert_topk, fits
 
@@ -83,6 +84,28 @@ def test_a_bias_chooses_and_does_not_weigh(sum_dtype):
 def test_eps_and_factor_are_rounded_as_mlx_rounds_numbers():
     routing = Routing("sigmoid", True, "renormalized", 0.3, 1.7)
     check(logits_of(6, 64, mx.bfloat16), 8, routing, mx.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_each_number_of_a_renormalized_weight_is_rounded(dtype):
+    """The sum, too.  Sums of these logits are exact in float32; with eps, some are ties in 16
+    bits."""
+    eps, factor = 0.390625 + 2**-14, 1.7
+    logits = seeded(40, 64, seed=3, dtype=mx.bfloat16).astype(dtype) + 6
+    indices, weights = expert_topk(logits, 8, Routing("logits", False, "renormalized", eps, factor))
+    chosen = np.array(mx.take_along_axis(logits, indices, axis=-1).astype(mx.float32))
+    eps, factor = rounded(np.array([eps, factor]), dtype)
+    divisor = rounded(rounded(chosen.sum(-1, keepdims=True), dtype) + eps, dtype)
+    expected = rounded(rounded(chosen / divisor, dtype) * factor, dtype)
+    np.testing.assert_array_equal(np.array(weights.astype(mx.float32)), expected)
+
+
+@pytest.mark.parametrize(("late", "expected"), [(False, [10, 3, 20]), (True, [3, 20, 10])])
+def test_nan_is_larger_than_infinity(late, expected):
+    logits = np.zeros((1, 40), np.float32)
+    logits[0, [3, 20]], logits[0, 10] = np.inf, np.nan
+    indices, _ = expert_topk(mx.array(logits), 3, Routing("logits", late))
+    assert indices.tolist() == [expected]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -21,12 +21,14 @@ from tests.support.kernels.expert_cases import (
     plan_of,
 )
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.values import activated
 from vllm_metal_lite.kernels import experts as module
 from vllm_metal_lite.kernels.experts import (
     MAX_ROWS,
     Experts,
     ExpertWeight,
     expert_mlp,
+    expert_product,
     expert_sum,
     experts_problem,
     fits,
@@ -148,6 +150,27 @@ def test_quantised_experts(rows, how):
     check(rows_of(rows, 192, mx.bfloat16), indices_of(rows, 2, 5, rows), experts)
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_few_rows_of_one_quantised_expert(rows):
+    """A tile of as many rows, whose products take no instructions for matrices."""
+    experts = draw_experts(5, 192, 128, mx.bfloat16, Quantisation(4, 64))
+    check(rows_of(rows, 192, mx.bfloat16), np.full((rows, 1), 3), experts)
+
+
+@pytest.mark.parametrize("activation", [SWIGLU, OAI, GEGLU, RELU2], ids=lambda a: a.kind)
+def test_activations_of_exact_products(activation):
+    """Products by an identity are exact: the activation alone is rounded, relative to its size, and
+    the argument of an exponential that is small relative to that."""
+    x = mx.array(np.linspace(-7, 9, 32 * 64).reshape(32, 64)).astype(mx.float16)
+    same, up = (ExpertWeight(mx.eye(64, dtype=mx.float16)[None]) for _ in range(2))
+    pairs = mx.zeros((32,), mx.uint32)
+    plan, up = plan_experts(pairs[:, None], 1), None if activation == RELU2 else up
+    got = expert_product(x, pairs, plan, same, up=up, activation=activation)
+    expected = activated(floats(x), floats(x), activation)
+    steps = 4 + np.maximum(-activation.alpha * floats(x), 0)
+    assert (np.abs(floats(got) - expected) <= steps * 2**-11 * np.abs(expected) + 1e-6).all()
+
+
 @pytest.mark.parametrize("rows", [3, 40, 64])
 def test_all_rows_have_one_expert(rows):
     """Several full tiles, and the last one not full."""
@@ -240,3 +263,5 @@ def test_what_is_not_served_is_named():
     assert re.search("do not read .* 3 bits in groups of 64", experts_problem(three) or "")
     with pytest.raises(ValueError, match=r"x must be \(10, 8\), not \(9, 8\)"):
         expert_sum(mx.zeros((9, 8)), mx.zeros((5, 2)))
+    with pytest.raises(ValueError, match=r"x must be \(10, 8\), not \(10, 10\)"):
+        expert_sum(mx.zeros((10, 10)), mx.zeros((5, 2)))

@@ -341,6 +341,13 @@ def test_rows_of_zeros_have_a_norm():
     np.testing.assert_allclose(states, case.expected()[1], *GATES)
 
 
+def test_limits_of_a_time_are_finite_and_not_negative():
+    """Template values hold them."""
+    a = Columns(mx.zeros((2, 4)), 0)
+    gates = time_gates(a, mx.zeros(4), mx.zeros(4), (-np.inf, np.inf))
+    assert (gates.low, gates.high) == (0, 3e38)
+
+
 def test_logits_of_one_row():
     """Fewer logits than an array in device memory has."""
     case = case_of("softplus", Segments([1]))
@@ -399,6 +406,7 @@ def logits(**change):
         ),
         ({"gates": logits(a_log=mx.zeros(3))}, r"a_log must be \(4,\), not \(3,\)"),
         ({"gates": logits(dt_bias=mx.zeros((4, 16)))}, r"bias must be \(4,\), not \(4, 16\)"),
+        ({"gates": logits(lower_bound=0.5)}, "no number below 0 as a template value, not -0.5"),
     ],
 )
 def test_bad_input_is_named(change, message):

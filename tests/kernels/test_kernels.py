@@ -123,12 +123,13 @@ def test_merging_parts_is_attending_to_the_whole(empty, splits, seed):
 
 
 def random_rows(spec: LayerSpec, count: int) -> list[mx.array]:
-    """K and V rows, those of the first head flat and those of the second huge."""
+    """K and V rows, those of the first head flat and those of the second huge; one nearly flat."""
     rng = np.random.default_rng(0)
     rows = [draw(rng, count, spec.num_kv_heads, d) for d in (spec.k_head_dim, spec.v_head_dim)]
     for array in rows:
         array[:, 0] = 0.7
         array[:, 1] *= 1e4
+        array[1, 2] *= 1e-4
     if spec.bits is None:
         rows[0][0, 0, 0], rows[1][1, 1, 1] = np.nan, np.inf
     return [mx.array(a).astype(spec.dtype) for a in rows]

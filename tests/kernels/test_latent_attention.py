@@ -1,13 +1,17 @@
 """latent_attention, executed on the CPU host, against attention by definition in float64."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metal.host import HostKernel
 from tests.support.attention.oracle import paged_attention
 from tests.support.kernels.arrays import TOLERANCE
 from tests.support.kernels.attention_cases import AttentionCase, segments_of
+from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
@@ -78,6 +82,27 @@ def test_the_sizes_of_models(heads, latent_dim, rope, dtype):
 def test_the_number_of_simdgroups_changes_only_the_order_of_sums(simdgroups, monkeypatch):
     monkeypatch.setattr(module, "latent_simdgroups", lambda *_: simdgroups)
     Case(RAGGED, latent_dim=128, dtype=mx.float16).check(splits=2)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_device_of_few_registers_takes_fewer_simdgroups(splits, monkeypatch):
+    """MLX raises if a threadgroup has more threads than the pipeline allows."""
+    launched, launch = [], HostKernel.__call__
+
+    def limited(kernel, *, threadgroup, **how):
+        launched.append((kernel.name, threadgroup[0]))
+        if threadgroup[0] > 448:
+            raise ValueError(f"Thread group size ({threadgroup[0]}) is greater than 448")
+        return launch(kernel, threadgroup=threadgroup, **how)
+
+    change_device(monkeypatch, latent_simdgroups=16)
+    monkeypatch.setattr(HostKernel, "__call__", limited)
+    monkeypatch.setattr(module, "_runs", cache(module._runs.__wrapped__))
+    case = Case([(1, 40), (3, 27)], heads=20, latent_dim=512, rope=64, dtype=mx.float16)
+    for _ in range(2):
+        case.check(splits=splits)
+    tried = [n for name, n in launched if name == "metal_lite_latent_attention"]
+    assert tried == [512, 256, 256]
 
 
 @pytest.mark.parametrize("heads", [1, 8, 9, 31, 33, 71])

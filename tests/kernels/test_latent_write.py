@@ -15,7 +15,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
 
-SLOTS, EPS = 24, 1e-5
+SLOTS, EPS = 24, 0.03  # an eps that shows
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

@@ -26,7 +26,7 @@ def draw(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) ->
     return [normal(rng, count, depth, dtype=dtype) for count in (rows, outputs)]
 
 
-EPS = 1e-5
+EPS = 0.03  # so large that another one shows
 
 
 def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:

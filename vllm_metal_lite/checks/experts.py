@@ -18,6 +18,7 @@ from vllm_metal_lite.kernels.experts import (
     most_tiles,
     plan_experts,
 )
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
 from vllm_metal_lite.specs import Quantisation
 
@@ -38,12 +39,13 @@ _ROUTINGS = (
 
 def expert_plan(check: Check[MixtureShape]) -> float:
     """Plans, equal to the bit, with padding and one expert that has several tiles.  For few rows,
-    and for more than threadgroup memory holds at once."""
+    for more than threadgroup memory holds at once, and for few pairs: a short array."""
     count, got, expected = check.shape.experts.experts, [], []
-    for rows in _ROWS, _MANY_ROWS:
-        indices, num_live = _indices(count, rows), rows - _PADDING
+    sizes = (_ROWS, _CHOICES), (_MANY_ROWS, _CHOICES), (_PADDING + 1, 2)
+    for (rows, choices), tile in zip(sizes, (_TILES[0], *_TILES), strict=True):
+        indices, num_live = _indices(count, rows)[:, :choices], rows - _PADDING
         got.append(plan_experts(mx.array(indices), count, mx.array([num_live], mx.int32)).array)
-        expected.append(_plan(indices, count, _TILES[0]))
+        expected.append(_plan(indices, count, tile))
     return largest(got, expected)
 
 
@@ -159,9 +161,10 @@ def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
         for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)
         for at in range(0, count, tile)
     ]
-    live = (len(indices) - _PADDING) * _CHOICES
+    live = (len(indices) - _PADDING) * indices.shape[1]
     tiles = [(first, count if first < live else -count) for first, count in tiles]
-    tiles += [(0, 0)] * (most_tiles(len(pairs), experts, tile) - len(tiles))
+    room = max(MIN_ELEMENTS // 2, most_tiles(len(pairs), experts, tile))
+    tiles += [(0, 0)] * (room - len(tiles))
     order = np.argsort(pairs, kind="stable")
     return np.concatenate([order, np.reshape(tiles, -1)]).astype(np.int32)
 

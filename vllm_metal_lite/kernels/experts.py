@@ -247,7 +247,7 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
     hidden: a multiple of 4.
     """
     rows, top_k = weights.shape
-    check_array("x", x, (rows * top_k, x.shape[1]))
+    check_array("x", x, (rows * top_k, x.shape[1] // 4 * 4))
     product = x.dtype if weights.dtype == x.dtype else mx.float32
     threads, groups = grid_for(x.shape[1] // 4)
     result = dtype or product

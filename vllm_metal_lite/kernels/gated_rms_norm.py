@@ -29,6 +29,7 @@ def gated_rms_norm(
     SiLU.  x, z and weight are of one type.  metal/gated_rms_norm.metal says what is rounded.
     """
     rows, width, dtype = len(x), x.size // max(len(x), 1), x.dtype
+    check_array("x", x.reshape(rows, width), (rows, width // dim * dim))
     columns, wide = columns_template("z", z, rows, width, dtype), weight.size > dim
     check_array("weight", weight, (width if wide else dim,), dtype)
     apart = dim, z.start, z.array.shape[-1]

@@ -1,6 +1,6 @@
 """Attention of packed rows to latents in the paged store: decodes and prompts by one kernel."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -9,7 +9,8 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
 from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
-from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
+from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore, new_ticket
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 _INPUTS = ("q", "q_pe", *VarlenMetadata._fields, *STORE)
 _LATENT_ATTENTION = Kernel("latent_attention", _INPUTS, ["out", "lse"])
@@ -43,18 +44,23 @@ def latent_attention(
     *,
     scale: float,
     splits: int = 1,
+    simdgroups: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of q (N, H, latent), q_pe (N, H, rope) -> (N, H, latent), the ticket.
 
     A slot's key is a latent, its value a rotary key.  A score is (q . latent + q_pe . rotary key)
     * scale, and its value is the latent.  metadata: its tiles are for H queries per KV head.
-    splits: the parts of each context.
+    splits: the parts of each context.  simdgroups: by default as many as this device runs.
     The kernel reads q as (H, N, latent_dim), the layout of products per head; others are copied.
     Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
     """
     rows, heads, latent_dim = q.shape
     rope = q_pe.shape[2]
-    partial, simdgroups = splits > 1, latent_simdgroups(latent_dim, q.dtype.size)
+    partial = splits > 1
+    if simdgroups is None:
+        how = min(splits, 2), heads, scale, store.spec, store.block_size
+        simdgroups = latent_simdgroups(latent_dim, q.dtype.size)
+        simdgroups = simdgroups if simdgroups <= 8 or _runs(simdgroups, *how) else 8
     dtype = mx.float32 if partial else q.dtype
     template: Template = {"T": q.dtype, "OUT_T": dtype, "HEADS": heads, "LATENT_DIM": latent_dim}
     template |= {"ROPE": rope, **store.formats, "BLOCK_SIZE": store.block_size}
@@ -67,6 +73,21 @@ def latent_attention(
     if partial:
         out = merge_partitions(out, ticket, q.dtype)
     return out, ticket
+
+
+@cache
+def _runs(most: int, splits: int, heads: int, scale: float, spec: LayerSpec, size: int) -> bool:
+    """Whether this device runs `most` simdgroups, tried with one row that sees no key: it may allow
+    fewer threads, because each needs many registers.  size: of blocks."""
+    q, q_pe = (mx.zeros((1, heads, n), spec.dtype) for n in (spec.k_head_dim, spec.v_head_dim))
+    kept, none = PagedStore([spec], 0, size), mx.zeros((1, MIN_ELEMENTS), mx.int32)
+    store = LayerStore(kept.keys[0], kept.values[0], new_ticket(), spec, size)
+    arrays = q, q_pe, decode_metadata(none, none[0], 1, heads), store
+    try:
+        mx.eval(latent_attention(*arrays, scale=scale, splits=splits, simdgroups=most))
+    except Exception:  # if fewer do not run either, their launch raises, too
+        return False
+    return True
 
 
 def latent_simdgroups(latent_dim: int, itemsize: int) -> int:

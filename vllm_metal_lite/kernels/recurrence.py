@@ -33,7 +33,7 @@ class Gates(NamedTuple):
     gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, which
     the kernel does not read if it computes beta from gates.  a_log, bias: (V,), if the kernel
     computes the gate.  beta_scale: 0 if beta is final; otherwise beta is a logit, and
-    beta_scale multiplies its sigmoid.  low, high: see the functions below.
+    beta_scale multiplies its sigmoid.  low, high: of make_gates in metal/recurrence.h; not below 0.
     """
 
     gates: Columns
@@ -75,7 +75,7 @@ def delta_gates(
     `compute_g`, `compute_lower_bound_g` and `gated_delta_update` of mlx-lm.
     """
     kind = _SOFTPLUS if lower_bound is None else _BOUNDED
-    return Gates(a, b, False, kind, a_log, dt_bias, beta_scale, low=lower_bound or 0.0)
+    return Gates(a, b, False, kind, a_log, dt_bias, beta_scale, low=-(lower_bound or 0.0))
 
 
 def column_gates(gates: mx.array, b: Columns, *, beta_scale: int = 1) -> Gates:
@@ -90,7 +90,8 @@ def time_gates(
 
     Source: `compute_dt` and `ssm_update` of mlx-lm.
     """
-    low, high = (max(-_LARGEST, min(_LARGEST, limit)) for limit in limits)
+    # A softplus is not negative, and no template value may be.
+    low, high = (max(0.0, min(_LARGEST, limit)) for limit in limits)
     return Gates(dt, dt, False, _TIME, a_log, dt_bias, low=low, high=high)
 
 

@@ -124,12 +124,15 @@ def merge_partitions(dtype):
     return [merging.merge_partitions(*parts, dtype)]
 
 
-def varlen_prefill_rows(dtype, bits=None):
+def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM)):
     """Whole prompts of 1 and 22 rows and a chunk of 5 behind 40 keys, then two rows of padding."""
     tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
-    cu_seqlens_q, spec = np.array([0, 1, 23, 28], np.int32), spec_of(dtype, bits)
+    cu_seqlens_q, spec = (
+        np.array([0, 1, 23, 28], np.int32),
+        LayerSpec(KV_HEADS, *dims, dtype, bits=bits),
+    )
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
-    q = seeded(30, HEADS, DIM, seed=6, dtype=dtype)
+    q = seeded(30, HEADS, dims[0], seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
     return [varlen_prefill(q, VarlenMetadata(*where), store(spec), SCORES)[0]]
 
@@ -195,6 +198,8 @@ ATTENTION = {
     "latent_write/scaled": partial(new_latents, factor=FACTOR),
     "latent_attention/splits": partial(latent_rows, splits=3),
     "latent_attention/quantised": partial(latent_rows, dims=(128, 24), bits=4),
+    # A tile of keys has more parts than its threads take at once.
+    "varlen_prefill/wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
     "varlen_prefill/quantised": partial(varlen_prefill_rows, bits=4),
     "kv_write_quantised": partial(kv_write, bits=4),
     "kv_write_quantised/wide": wide_kv_write,

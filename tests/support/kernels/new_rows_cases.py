@@ -82,7 +82,7 @@ class NewRowsCase:
             if name in norms.lower():
                 weight = mx.array(rng.uniform(0.5, 1.5, dims[0]).astype(np.float32))
                 weight = weight.astype(weight_dtype or dtype)
-                self.norms[name] = RMSNorm(weight if name in norms else None, 1e-5)
+                self.norms[name] = RMSNorm(weight if name in norms else None, 0.03)
         self.columns = self._join(rng) if joined else self._apart()
 
     def _join(self, rng) -> list[Columns]:

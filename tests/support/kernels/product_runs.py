@@ -131,6 +131,11 @@ def expert_plan(dtype):
     return [plan.array]
 
 
+def expert_plan_of_few(dtype):
+    """Of fewer than 8 pairs: MLX passes their indices in another address space."""
+    return [experts.plan_experts(mx.array(CHOSEN[1:4]), 3).array]
+
+
 @in_16_bits
 def expert_gemm(dtype, how=None, activation=GPT_OSS):
     """gpt-oss's gate and up with biases, rows of unlike size; loads at once, alone and of fewer
@@ -176,6 +181,7 @@ PRODUCTS = {
     "expert_topk/logits": expert_topk_of_negatives,
     "expert_topk/large": partial(expert_topk, routing=RENORMALIZED, shift=300.0),
     "expert_plan": expert_plan,
+    "expert_plan/few": expert_plan_of_few,
     "expert_gemm": expert_gemm,
     "expert_gemm/mxfp4": partial(expert_gemm, how=Quantisation(4, 32, "mxfp4")),
     "expert_gemm/gelu": partial(expert_gemm, activation=Activation("geglu")),

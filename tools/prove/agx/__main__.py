@@ -49,7 +49,7 @@ CONTROLS = {
 def cases(words: list[str]) -> dict[KernelText, str]:
     """Each distinct text, with its first name."""
     found: dict[KernelText, str] = {}
-    for name, text in (named_texts() | mlx_kernels.texts()).items():
+    for name, text in (named_texts(words) | mlx_kernels.texts()).items():
         if not words or any(word in name for word in words):
             found.setdefault(text, name)
     return found

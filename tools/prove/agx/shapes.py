@@ -1,13 +1,14 @@
 """The texts at the shapes of models that people run, in both types of 16 bits."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from metal.host.texts import KernelText
 from tests.support.kernels import production_shapes as shapes
 from tests.support.kernels.production_shapes import BF16, HALF, QWEN3, attention, experts, products
 from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.for_model import checks_for
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import Quantisation
 
 # The tests have the others: Qwen3 to 8B, Llama, Gemma 3, gpt-oss.
@@ -37,11 +38,16 @@ def checks() -> Iterator[Check]:
             yield Check("add_rms_norm", NormShape(size, dtype))
 
 
-def named_texts() -> dict[str, KernelText]:
-    """The texts of all checks.  A name is the check's, then the kernel's if that is another, then
-    #2, #3, ... for the further texts of a kernel."""
+def named_texts(words: Sequence[str] = ()) -> dict[str, KernelText]:
+    """The texts of all checks, or of those that may have a name with one of the words.
+
+    A name is the check's, then the kernel's if that is another, then #2, #3, ... for the further
+    texts of a kernel.
+    """
     found: dict[str, KernelText] = {}
     for check in dict.fromkeys(checks()):
+        if words and not _may_have(check, words):  # a check takes half a second
+            continue
         numbers: Counter[str] = Counter()
         for text in shapes.texts_of(check):
             kernel = text.kernel.removeprefix("metal_lite_")
@@ -49,3 +55,9 @@ def named_texts() -> dict[str, KernelText]:
             name = str(check) if check.kernel == kernel else f"{check}: {kernel}"
             found[name + (f" #{numbers[kernel]}" if numbers[kernel] > 1 else "")] = text
     return found
+
+
+def _may_have(check: Check, words: Sequence[str]) -> bool:
+    """Whether a text's name may hold one of the words.  A check launches what it needs."""
+    names = [f"{check}: {REGISTRY[kernel].file}" for kernel in (check.kernel, *check.needs)]
+    return any(word.partition("#")[0].strip() in name for word in words for name in names)
