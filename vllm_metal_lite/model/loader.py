@@ -55,6 +55,7 @@ class LoadedModel:
     kv_bits: bits per stored K or V value; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.
+    config: of config.json, as mlx-lm completes it; with the code that comes with the model.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LoadedModel:
     ranks: RankGroup = ALONE
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     kv_bits: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kv_specs(self) -> list[LayerSpec]:
@@ -164,6 +166,7 @@ def load(
             loaded,
             sampling_defaults=sampling_defaults(folder),
             pooling=pooling_config(folder, name, tokenizer.get_vocab()),
+            config={**config, "code": [file.read_bytes() for file in sorted(folder.glob("*.py"))]},
         )
 
 
@@ -240,6 +243,7 @@ def from_model(
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
         context_guess=context_guess,
         ranks=ranks,
+        config=config,
     )
 
 
