@@ -244,8 +244,8 @@ def test_one_wrong_byte_of_the_index_costs_no_file(tmp_path, times):
         close(folder)
 
 
-def in_place_of(path: Path, kind: str) -> None:
-    """Put something else in the place of a file or folder."""
+def replace_by(path: Path, kind: str) -> None:
+    """Replace a file or folder by something else."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if kind == "folder":
         (path / "more").mkdir(parents=True)
@@ -259,14 +259,14 @@ def in_place_of(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link", "bytes", "empty"])
 @pytest.mark.parametrize("name", ["index.db", "index.db-journal", "lock", "tmp", "tmp/new", "file"])
-def test_anything_in_the_place_of_a_file_goes(tmp_path, name, kind):
+def test_anything_instead_of_a_file_goes(tmp_path, name, kind):
     path = tmp_path / "x"
     folder = folder_at(path)
     write(folder, 1, 2, 3)
     close(folder)
     file = folder.path_of(key(1))
     for place in [file, file.parent] if name == "file" else [path / name]:
-        in_place_of(place, kind)
+        replace_by(place, kind)
         folder = folder_at(path)
         good = [folder.read(key(n)) for n in (1, 2, 3)]
         assert good == [
