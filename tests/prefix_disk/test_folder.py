@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import stat
@@ -210,14 +211,103 @@ def test_a_file_that_cannot_be_read_is_kept_only_if_too_many_are_open(
 @pytest.mark.parametrize(
     ("kept", "damage"), [(0, b"not SQLite at all" * 100), (0, b""), (4096, b"\xff" * 8192)]
 )
-def test_without_its_index_the_folder_starts_empty(tmp_path, kept, damage):
+def test_without_its_index_the_files_are_found_again(tmp_path, kept, damage):
     folder = folder_at(tmp_path / "x")
     write(folder, 1, 2)
     close(folder)
     index = tmp_path / "x" / "index.db"
     index.write_bytes(index.read_bytes()[:kept] + damage)
-    assert check(tmp_path / "x") == 0
-    assert bytes_on_disk(tmp_path / "x") == 0
+    assert check(tmp_path / "x") == 2
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(802, marks=pytest.mark.thorough)])
+def test_one_wrong_byte_of_the_index_costs_no_file(tmp_path, times):
+    numbers, path = random.Random(5), tmp_path / "x"
+    folder = folder_at(path)
+    write(folder, 1, 2, 3)
+    close(folder)
+    whole = (path / "index.db").read_bytes()
+    places = [18, *(at for at, byte in enumerate(whole) if byte)]  # 18: nobody may write
+    for at in [18, *numbers.choices(places, k=times)]:
+        damaged = bytearray(whole)
+        damaged[at] ^= numbers.randrange(1, 256)
+        (path / "index.db").write_bytes(damaged)
+        folder = folder_at(path)
+        assert folder.verify() == (3, 0)
+        folder.models()
+        with suppress(sqlite3.OperationalError):  # which mends the index
+            write(folder, 4)
+        assert write(folder, 4) in (0, SIZE)
+        folder.clear()
+        assert bytes_on_disk(path) == 0
+        write(folder, 1, 2, 3)
+        close(folder)
+
+
+def replace_by(path: Path, kind: str) -> None:
+    """Replace a file or folder by something else."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if kind == "folder":
+        (path / "more").mkdir(parents=True)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.write_bytes(b"?" * 5000 if kind == "bytes" else b"")
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link", "bytes", "empty"])
+@pytest.mark.parametrize("name", ["index.db", "index.db-journal", "lock", "tmp", "tmp/new", "file"])
+def test_anything_instead_of_a_file_goes(tmp_path, name, kind):
+    path = tmp_path / "x"
+    folder = folder_at(path)
+    write(folder, 1, 2, 3)
+    close(folder)
+    file = folder.path_of(key(1))
+    for place in [file, file.parent] if name == "file" else [path / name]:
+        replace_by(place, kind)
+        folder = folder_at(path)
+        good = [folder.read(key(n)) for n in (1, 2, 3)]
+        assert good == [
+            None if name == "file" else content(key(1)),
+            *map(content, map(key, (2, 3))),
+        ]
+        write(folder, 1, 4)
+        assert folder.read(key(1)) == content(key(1))
+        close(folder)
+    folder = folder_at(path)
+    folder.clear()
+    assert bytes_on_disk(path) == 0
+    close(folder)
+
+
+def test_a_damaged_index_is_made_again_with_one_line_oldest_files_first(tmp_path, caplog):
+    folder = folder_at(tmp_path / "x")
+    write(folder, 1, 2)
+    for age, number in enumerate((2, 1)):  # as after a clock that was set back
+        os.utime(folder.path_of(key(number)), (age, age))
+    close(folder)
+    (tmp_path / "x" / "index.db").write_bytes(b"no index")
+    folder = folder_at(tmp_path / "x", 2 * TAKEN)
+    assert len(caplog.messages) == 1
+    assert "finds 2 files" in caplog.text
+    write(folder, 3)
+    assert folder.known == {key(1), key(3)}
+
+
+def test_a_folder_that_is_removed_or_cleared_while_two_engines_run(tmp_path):
+    path = tmp_path / "x"
+    one, other = folder_at(path), folder_at(path)
+    for remove in lambda: shutil.rmtree(path), lambda: folder_at(path).clear():
+        write(one, 1, 2)
+        remove()
+        assert write(other, 3, 4) == 2 * SIZE
+        one.refresh()
+        assert one.known == other.known == {key(3), key(4)}
+    close(one)
+    close(other)
+    assert check(path) == 2
 
 
 @pytest.mark.parametrize("file", ["index.db", "lock"])

@@ -5,12 +5,17 @@ The oracle is an engine that computes everything, and mlx-lm which runs each req
 
 import errno
 import random
+import shutil
+from dataclasses import replace
 from functools import partial
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from metal.host import installed
 from tests.support.engine.pool_accounts import check_accounts, check_slots
@@ -20,6 +25,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.prefix_disk import folder, speeds
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
@@ -319,11 +325,59 @@ def test_another_model_form_or_salt_never_hits(change):
     assert tiny.run(other)["a"].num_cached_tokens == 0
 
 
+def namespace_of(model: LoadedModel, attention: str = "auto") -> bytes:
+    return namespace(model, kv_groups(model.kv_specs), 8, attention)
+
+
 def test_other_weights_have_another_namespace():
     config = tiny.config_of("llama")
     models = [loader.from_model(tiny.build(config, seed), None, config, "m") for seed in (0, 1, 0)]
-    found = [namespace(model, kv_groups(model.kv_specs), 8) for model in models]
+    found = [namespace_of(model) for model in models]
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_one_changed_value_or_moved_row_of_any_weight_gives_another_namespace(name):
+    model, numbers = tiny.load(name), random.Random(3)
+    module = model.packed.model
+    before, seen = namespace_of(model), set()
+    weights = tree_flatten(module.parameters())
+    for weight, array in weights:
+        changed, moved = np.array(array), np.roll(np.array(array), 1, axis=0)
+        changed.reshape(-1).view(np.uint8)[numbers.randrange(array.nbytes)] ^= 1
+        for other in changed, moved:
+            if not np.array_equal(other, np.array(array)):
+                module.load_weights([(weight, mx.array(other))], strict=False)
+                seen.add(namespace_of(model))
+                module.load_weights([(weight, array)], strict=False)
+    assert namespace_of(model) == before
+    assert before not in seen
+    assert len(seen) > len(weights)
+
+
+@pytest.mark.parametrize("name", ["llama", "youtu_llm", "plamo2", "baichuan_m1"])
+def test_another_config_has_another_namespace(name):
+    """With equal weights, and whether or not the model keeps its arguments."""
+    changes = {}, {"rope_theta": 1234.0}, {"rope_theta": 4321.0}
+    found = [namespace_of(tiny.load(name, **change)) for change in (*changes, {})]
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
+
+
+def test_a_copy_of_a_model_has_its_namespace_and_another_file_of_it_has_not(tmp_path):
+    path = tiny.write_folder(tmp_path / "model", "llama")
+    tiny.edit(path / "config.json", model_file="custom.py")
+    (path / "custom.py").write_text("from mlx_lm.models.llama import Model, ModelArgs")
+    copy = shutil.copytree(path, tmp_path / "copy", copy_function=shutil.copyfile)
+    models = [loader.load(str(folder), trust_remote_code=True) for folder in (path, copy)]
+    (path / "custom.py").write_text("from mlx_lm.models.llama import ModelArgs, Model")
+    tiny.edit(copy / "config.json", rope_theta=1234.0)
+    models += [loader.load(str(folder), trust_remote_code=True) for folder in (path, copy)]
+    first, of_copy, *others = map(namespace_of, models)
+    assert first == of_copy
+    second_rank = replace(models[0], ranks=SimpleNamespace(rank=1, size=2))
+    others += [namespace_of(models[0], "reference"), namespace_of(second_rank)]
+    assert len({first, *others}) == 5
 
 
 def test_a_full_disk_costs_nothing_but_the_cache(monkeypatch, caplog):

@@ -60,6 +60,7 @@ class LoadedModel:
     kv_bits: bits per stored K or V value; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
+    config: of config.json, as mlx-lm completes it; with the code that comes with the model.
     """
 
     name: str
@@ -77,6 +78,7 @@ class LoadedModel:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     kv_bits: int | None = None
     no_answers: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kv_specs(self) -> list[LayerSpec]:
@@ -171,6 +173,7 @@ def load(
             sampling_defaults=sampling_defaults(folder),
             no_answers=no_answers,
             pooling=pooling_config(folder, name, tokenizer.get_vocab()),
+            config={**config, "code": [file.read_bytes() for file in sorted(folder.glob("*.py"))]},
         )
 
 
@@ -249,6 +252,7 @@ def from_model(
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
         context_guess=context_guess,
         ranks=ranks,
+        config=config,
     )
 
 

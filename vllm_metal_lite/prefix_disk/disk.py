@@ -37,7 +37,7 @@ def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "Pref
         logger.warning("prefixes are not kept on the disk: the host cannot read a CUDA device")
         return None
     try:
-        digest = namespace(model, scheduler.kv.groups, config.block_size)
+        digest = namespace(model, scheduler.kv.groups, config.block_size, config.attention)
         folder = Folder(path, int(config.prefix_disk_gib * 2**30), model.name)
     except Exception as e:  # a read-only or broken folder must not keep a model from serving
         logger.warning(f"prefixes are not kept on the disk: {path}: {one_line(e)}")
