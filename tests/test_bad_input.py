@@ -43,7 +43,7 @@ def test_every_field_has_a_rule():
         ("num_blocks", 0, "must be an integer of at least 1, got 0"),
         ("max_num_seqs", 16385, "must be an integer from 1 to 16384, got 16385"),
         ("long_prefill_token_threshold", 5, "must be 0 or at least {} (16), got 5"),
-        ("prefill_policy", "never", "must be mixed or whole, got 'never'"),
+        ("prefill_policy", "never", "must be mixed, alternate or whole, got 'never'"),
         ("memory_fraction", 1.5, "must be a number above 0 and at most 1, got 1.5"),
         ("kv_bits", 5, "must be 8 or 4, got 5"),
         ("seed", "x", "must be an integer of at least 0, got 'x'"),

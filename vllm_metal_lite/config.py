@@ -6,7 +6,7 @@ from typing import Annotated
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.rules import apply_rules, choice, integer, number, switch
 
-PREFILL_POLICIES = ("mixed", "whole")
+PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)

@@ -267,7 +267,7 @@ def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("llama", "mixed"), ("llama", "whole"), ("gemma3_text", "mixed"),
+    [("llama", "mixed"), ("llama", "alternate"), ("llama", "whole"), ("gemma3_text", "mixed"),
      ("granitemoehybrid", "mixed"), ("gpt_oss", "mixed")],
 )  # fmt: skip
 def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name, policy):

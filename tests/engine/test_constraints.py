@@ -16,6 +16,7 @@ from tests.support.engine.slots import SlotConstraint, draw_slots
 from tests.support.engine.slots import alone as tokens_alone
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
+from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.engine import constraints, intake
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -52,7 +53,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
         num_blocks=int(rng.integers(12, 40)),
         max_num_seqs=int(rng.integers(1, 5)),
         max_num_batched_tokens=int(rng.choice([8, 64])),
-        prefill_policy=str(rng.choice(["mixed", "mixed", "whole"])),
+        prefill_policy=str(rng.choice(PREFILL_POLICIES)),
         speculate="auto",
     )
     tiny.run_ahead(engine, bool(rng.integers(4)))
@@ -95,7 +96,7 @@ def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
     assert steps == {2: 4, 10**6: 23}
 
 
-@pytest.mark.parametrize("policy", ["mixed", "whole"])
+@pytest.mark.parametrize("policy", PREFILL_POLICIES)
 def test_forced_tokens_pause_no_decode_and_no_prompt(policy):
     slots = [[t] if t % 4 else [t, t + 1] for t in range(16, 64)]
     engine = tiny.engine(prefill_policy=policy, max_num_batched_tokens=16)
@@ -106,7 +107,8 @@ def test_forced_tokens_pause_no_decode_and_no_prompt(policy):
     tiny.run(engine)
     metrics = engine.metrics()
     assert metrics["prefill_tokens"] == 36
-    assert metrics["steps"] <= 53
+    # Under "alternate" a step of decodes comes between the two chunks of the last prompt.
+    assert metrics["steps"] <= 53 + (policy == "alternate")
 
 
 def test_forced_tokens_at_the_start_are_counted_too():

@@ -5,6 +5,7 @@ engine that has room for everything.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from tests.support.engine.poison import poison_free_blocks
 from tests.support.models import tiny_models as tiny
+from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 NAMES = (
     "llama", "llama/window/w9", "mixtral", "granitemoehybrid", "deepseek_v3", "gemma4_text",
@@ -33,13 +36,20 @@ class Wish:
     arrival: int
     abort_after: int | None
     priority: int
+    spans: tuple[tuple[int, int], ...]
 
 
 def pick(rng: np.random.Generator, *values):
     return values[rng.integers(len(values))]
 
 
-def make_wish(rng: np.random.Generator) -> Wish:
+def make_spans(rng: np.random.Generator, size: int) -> tuple[tuple[int, int], ...]:
+    """Half of the prompts have spans."""
+    cuts = sorted({int(cut) for cut in rng.integers(0, size + 1, pick(rng, 0, 0, 2, 4))})
+    return tuple(pairwise(cuts))[::2]
+
+
+def make_wish(rng: np.random.Generator, others: np.random.Generator) -> Wish:
     stem = pick(rng, *STEMS)[: rng.integers(0, 46)]
     tail = rng.integers(0, 7, rng.integers(1, 5)).tolist()
     sampled = pick(rng, True, False)
@@ -55,16 +65,17 @@ def make_wish(rng: np.random.Generator) -> Wish:
     )
     how = {"abort_after": pick(rng, None, None, None, int(rng.integers(20)))}
     how["priority"] = int(rng.integers(-1, 2))
+    how["spans"] = make_spans(others, len(stem + tail))
     return Wish(tuple(stem + tail), params, arrival=int(rng.integers(12)), **how)
 
 
-def make_options(rng: np.random.Generator) -> dict:
+def make_options(rng: np.random.Generator, others: np.random.Generator) -> dict:
     return {
         "num_blocks": pick(rng, 10, 11, 12, 16, 40),
         "max_num_batched_tokens": pick(rng, 9, 16, 33, 80, 200),
         "max_num_seqs": pick(rng, 1, 4, 8, 8),
         "long_prefill_token_threshold": pick(rng, 0, 0, 16, 19),
-        "prefill_policy": pick(rng, "mixed", "whole"),
+        "prefill_policy": pick(others, *PREFILL_POLICIES),
         "enable_prefix_caching": pick(rng, True, False),
         "block_size": pick(rng, 8, 8, 8, 16),
     }
@@ -99,6 +110,13 @@ def check_metrics(engine) -> None:
     assert m["requests_running"] <= engine.config.max_num_seqs
 
 
+def check_spans(out: SchedulerOutput) -> None:
+    for segment in out.segments:
+        for start, end in segment.request.spans:
+            assert not start < segment.num_computed < end
+            assert not start < segment.end < end
+
+
 def check_output(name: str, wish: Wish, output) -> None:
     for answer, alone in zip(output.outputs, answers_alone(name, wish), strict=True):
         if answer.finish_reason == "abort":
@@ -119,8 +137,11 @@ def check_output(name: str, wish: Wish, output) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_happens_every_request_gets_its_own_tokens(seed):
     rng = np.random.default_rng(seed + 1000)  # no draw of these is within rounding of a tie
-    name, wishes = NAMES[seed % len(NAMES)], [make_wish(rng) for _ in range(rng.integers(1, 13))]
-    engine = tiny.engine(name, **make_options(rng))
+    others = np.random.default_rng(seed)
+    name = NAMES[seed % len(NAMES)]
+    wishes = [make_wish(rng, others) for _ in range(rng.integers(1, 13))]
+    engine = tiny.engine(name, **make_options(rng, others))
+    engine.on_step = check_spans
     poison_free_blocks(engine)
     budget, largest = engine.config.max_num_batched_tokens, []
     execute = engine.runner.execute
@@ -131,9 +152,10 @@ def test_whatever_happens_every_request_gets_its_own_tokens(seed):
             if wish.arrival == step:
                 try:
                     how = {"priority": wish.priority}
-                    engine.add_request(str(i), list(wish.prompt), wish.params, **how)
+                    prompt = {"prompt_token_ids": wish.prompt, "spans": wish.spans}
+                    engine.add_request(str(i), prompt, wish.params, **how)
                     added[str(i)] = wish
-                except RequestError:  # too long for this pool
+                except RequestError:  # too long for this pool, or a span for a step
                     refused += 1
             elif wish.abort_after is not None and step == wish.arrival + wish.abort_after:
                 done |= {o.request_id: o for o in engine.abort(str(i))}

@@ -17,6 +17,7 @@ from tests.support.engine.fake_engine import StepFailed
 from tests.support.engine.poison import poison_states
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -92,7 +93,7 @@ OPTIONS = st.fixed_dictionaries(
         "num_blocks": st.sampled_from([9, 11, 60]),
         "max_num_seqs": st.sampled_from([1, 3, 6]),
         "max_num_batched_tokens": st.sampled_from([7, 24, 64]),
-        "prefill_policy": st.sampled_from(["mixed", "mixed", "whole"]),
+        "prefill_policy": st.sampled_from(PREFILL_POLICIES),
     }
 )
 CHECKPOINTS = st.sampled_from([0, 1, 3, 40])

@@ -274,10 +274,14 @@ def test_reset_forgets_prefixes_and_disturbs_nobody():
 
 @pytest.mark.parametrize(
     ("policy", "kinds"),
-    [("mixed", "mmmmmmmmdd"), ("whole", "pppdpppddddddddd")],
+    [
+        ("mixed", "mmmmmmmmdd"),
+        ("alternate", "pdpdpdpdpdpddddd"),
+        ("whole", "pppdpppddddddddd"),
+    ],
 )
 def test_what_steps_carry(policy, kinds):
-    """Both; a prompt's chunks back to back.
+    """Both; by turns; a prompt's chunks back to back.
 
     One letter a step while two prompts of 12 tokens meet a decode: d, p(refill) or m(ixed).
     """
@@ -306,6 +310,143 @@ def test_whole_admits_in_a_turn_only_what_ends_in_it():
     engine.add(prompt(6, 9), max_tokens=2)
     assert shape(engine.step()) == [("r0", 2, 1), ("r1", 12, 1), ("r2", 3, 1)]
     assert shape(engine.step()) == [("r3", 0, 4), ("r4", 0, 4)]
+    run_and_check(engine)
+
+
+@pytest.mark.parametrize("policy", ["alternate", "whole"])
+def test_a_turn_with_nothing_to_do_is_the_other_kinds(policy):
+    """A prompt that lacks blocks lets the decodes drain, and so does the queue."""
+    engine = make(num_blocks=4, prefill_policy=policy)
+    engine.add(prompt(8), max_tokens=8)
+    engine.step()
+    engine.add(prompt(12, 1), max_tokens=1)
+    engine.add(prompt(1, 2), max_tokens=1)
+    steps = run_and_check(engine)
+    assert [shape(out) for out in steps[:7]] == [[("r0", 8 + i, 1)] for i in range(7)]
+    assert shape(steps[7]) == [("r2", 0, 1), ("r1", 0, 12)]
+
+
+# Spans
+
+
+def test_a_chunk_ends_where_a_span_starts_that_it_cannot_hold():
+    engine = make(max_num_batched_tokens=8)
+    engine.add(prompt(22), spans=[(5, 12), (12, 14), (18, 20)])
+    chunks = [shape(out)[0][1:] for out in run_and_check(engine)]
+    assert chunks[:4] == [(0, 5), (5, 7), (12, 8), (20, 2)]
+
+
+def test_a_span_is_passed_over_while_it_does_not_fit_but_not_forever():
+    """Two decodes leave 6 of 8 tokens.  Short prompts pass the span; then it goes first."""
+    engine = make(max_num_batched_tokens=8)
+    for i in range(2):
+        engine.add([i], max_tokens=40)
+    engine.step()
+    late = engine.add(prompt(8, 3), max_tokens=1, spans=[(0, 8)])
+    steps = []
+    while late.status is not RequestStatus.FINISHED:
+        engine.add(prompt(3, len(steps) + 4), max_tokens=1)
+        steps.append(shape(engine.step()))
+    assert steps[0] == [("r0", 1, 1), ("r1", 1, 1), ("r3", 0, 3)]
+    *passing, last = steps
+    assert last == [("r2", 0, 8)]
+    assert [len(step) for step in passing].count(2) == 1, "decodes wait for one step"
+    assert len(passing) <= 8 + 1
+    run_and_check(engine)
+
+
+def test_prompts_of_two_steps_do_not_pass_a_span_forever():
+    """Each leaves half of the next step, where another one would begin."""
+    engine = make(max_num_batched_tokens=8)
+    engine.add(prompt(12), max_tokens=1)
+    engine.step()
+    late = engine.add(prompt(8, 1), max_tokens=1, spans=[(0, 8)])
+    for i in range(12):
+        engine.add(prompt(8, i + 2), max_tokens=1)
+        engine.step()
+    assert late.status is RequestStatus.FINISHED
+    run_and_check(engine)
+
+
+def test_a_span_that_lacks_blocks_waits_for_the_decodes_as_any_prompt():
+    engine = make(num_blocks=6)
+    engine.add(prompt(7), max_tokens=9)
+    engine.step()
+    long = engine.add(prompt(14, 1), max_tokens=1, spans=[(0, 14)])
+    engine.add(prompt(1, 2), max_tokens=1)
+    while long.status is RequestStatus.WAITING:
+        out = engine.step()
+        assert out.num_decodes == len(out.segments) or long in out.admitted
+    assert ("r1", 0, 14) in shape(out)
+    run_and_check(engine)
+
+
+def test_a_lack_of_blocks_cuts_no_span():
+    engine = make(num_blocks=8, max_num_batched_tokens=9)
+    engine.add(prompt(3), max_tokens=9)
+    engine.step()
+    engine.add(prompt(16, 1), max_tokens=1, spans=[(6, 14)])
+    assert shape(engine.step()) == [("r0", 3, 1), ("r1", 0, 6)]
+    taken = engine.scheduler.kv.pools[0].allocate(3)  # somebody else's: r1 may reach position 12
+    assert shape(engine.step()) == [("r0", 4, 1)]
+    engine.scheduler.kv.pools[0].free(taken)
+    assert shape(engine.step()) == [("r0", 5, 1), ("r1", 6, 8)]
+    run_and_check(engine)
+
+
+def test_a_cached_prefix_ends_before_a_span_not_inside():
+    engine = make(enable_prefix_caching=True)
+    engine.add(prompt(24), max_tokens=1)
+    engine.run()
+    for spans, hit in (([], 20), ([(18, 22)], 16), ([(16, 24)], 16), ([(5, 9), (9, 24)], 4)):
+        request = engine.add(prompt(24), max_tokens=1, spans=spans)
+        engine.step()
+        assert request.num_cached_tokens == hit
+    run_and_check(engine)
+
+
+def test_a_preempted_request_computes_its_spans_whole_again():
+    engine = make(num_blocks=6, max_num_seqs=2, max_num_batched_tokens=8)
+    engine.add(prompt(4), max_tokens=13)
+    request = engine.add(prompt(7, 1), max_tokens=10, spans=[(1, 7)])
+    chunks = [s[1:] for out in run_and_check(engine) for s in shape(out) if s[0] == "r1"]
+    assert request.num_preemptions > 0
+    assert chunks.count((1, 6)) + sum(at == 0 and n > 6 for at, n in chunks) > 1
+
+
+@pytest.mark.parametrize(
+    ("spans", "options", "message"),
+    [
+        ([(2, 15)], {}, r"a span from 2 to 15, 13 tokens; a step .* 12 of them \(max_num_batched"),
+        ([(0, 9)], {"long_prefill_token_threshold": 8}, r"9 tokens; .* 8 of them \(long_prefill"),
+    ],
+)
+def test_a_span_that_no_step_can_hold_is_refused(spans, options, message):
+    engine = make(max_num_batched_tokens=12, **options)
+    with pytest.raises(RequestError, match=message):
+        engine.add(prompt(20), spans=spans)
+    assert not engine.scheduler.waiting
+    start, end = spans[0]
+    engine.add(prompt(20), spans=[(start, end - 1)])
+    run_and_check(engine)
+
+
+def test_a_span_far_behind_in_a_context_is_refused(monkeypatch):
+    monkeypatch.setattr("vllm_metal_lite.scheduler.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
+    engine = make(max_num_batched_tokens=12)
+    with pytest.raises(RequestError, match=r"5 tokens; .* 4 of them \(behind a context of 24 tok"):
+        engine.add(prompt(40), spans=[(24, 29)])
+    engine.add(prompt(40), spans=[(24, 28)])
+    run_and_check(engine)
+
+
+def test_a_span_larger_than_a_windows_pool_is_refused():
+    """Positions 9 to 15 see 5 to 15: 3 blocks.  With one position more before them, 4 blocks."""
+    config = fake_config(max_num_batched_tokens=32, enable_prefix_caching=False)
+    engine = FakeEngine(config, [KVGroup(num_blocks=16), KVGroup(window=5, num_blocks=3)], 64)
+    with pytest.raises(RequestError, match=r"spans of up to 9 tokens\) needs 4 blocks .* has 3"):
+        engine.add(prompt(30), spans=[(7, 16)])
+    engine.add(prompt(30), spans=[(8, 16)])
     run_and_check(engine)
 
 

@@ -92,7 +92,7 @@ def play(workload: Workload, slots: Slots) -> set[str]:
     run = workloads_of.stepper(workload, engine)
 
     def add(engine: FakeEngine, number: int, a: Arrival) -> None:
-        prompt, max_tokens, how = request_of(number, a)
+        prompt, max_tokens, how = request_of(engine, number, a)
         named = [position for position in slots.named if position <= len(prompt)]
         engine.add(prompt, max_tokens, checkpoints=named, **how)
 

@@ -35,7 +35,7 @@ from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.checks.speed import copy_bandwidth
-from vllm_metal_lite.config import DTYPES
+from vllm_metal_lite.config import DTYPES, PREFILL_POLICIES
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
 
@@ -167,7 +167,7 @@ def share_steps(name: str, load: Load, model: LoadedModel, args: argparse.Namesp
     for tokens in steps:
         options = {**args.ours, "max_num_batched_tokens": tokens}
         engines.append(ThisEngine(model, load, options, name=f"mixed, steps of {tokens}"))
-    for policy in ("mixed", "whole"):
+    for policy in PREFILL_POLICIES:
         options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
         engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)

@@ -137,7 +137,8 @@ class LLMEngine:
         """Queue a request.  RequestError, SamplingError and BusyError leave the engine as it was.
 
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
-        "cache_salt": only prompts of the same salt share blocks.
+        "cache_salt": only prompts of the same salt share blocks; and with "spans": (start, end) of
+        tokens that one step computes together, [(0, None)] for the whole prompt.
         params: by default `get_default_sampling_params`.  PoolingParams: the prompt is only read,
         and its finished output has `pooled`.
         priority: lower goes first, then the lower fair_round, which keeps a server fair.

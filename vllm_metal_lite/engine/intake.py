@@ -7,7 +7,14 @@ from typing import Any
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.pooling import ONE_TOKEN, resolved, truncate
-from vllm_metal_lite.engine.prompt_ids import Prompt, cache_salt, encode, is_list, tokenize
+from vllm_metal_lite.engine.prompt_ids import (
+    Prompt,
+    cache_salt,
+    encode,
+    is_list,
+    spans_of,
+    tokenize,
+)
 from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line, show
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
@@ -53,7 +60,7 @@ class Intake:
             ends = [] if text is None else encode("", model.tokenizer)
             token_ids = truncate(token_ids, pooling, self._max_model_len, ends)
         salt, positions = cache_salt(prompt), _check_checkpoints(checkpoints, len(token_ids))
-        arrival = self.num_requests
+        spans, arrival = spans_of(prompt, len(token_ids)), self.num_requests
         seed = params.seed if params.seed is not None else hash((self._config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:
@@ -75,6 +82,7 @@ class Intake:
                 # A scored row takes twice the memory of a sampled one.
                 max_chunk=self._config.max_logits_rows // 2 if scores_prompt else 0,
                 checkpoint_positions=positions,
+                spans=spans,
                 cache_salt=salt,
                 parent_id=request_id,
             )

@@ -49,7 +49,7 @@ class LLM:
         """Complete the prompts; returns one RequestOutput per prompt, in order.
 
         prompts: text, token ids, a dict with "prompt" or "prompt_token_ids" and perhaps
-        "cache_salt", or a list of these.
+        "cache_salt" and "spans" (see `LLMEngine.add_request`), or a list of these.
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
         checkpoints: numbers of tokens after which later prompts may continue differently (see
         `LLMEngine.add_request`), for all prompts, or a list per prompt.

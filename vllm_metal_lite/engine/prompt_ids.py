@@ -5,12 +5,15 @@ Servers make token ids outside of the engine, so these functions need a tokenize
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import Option, RequestError, one_line, show
+from vllm_metal_lite.scheduler.request import Span
 
 Prompt = str | list[int] | Mapping[str, Any]
 
@@ -90,6 +93,33 @@ def check_salt(salt: Any) -> str | None:
         raise RequestError(Option("cache_salt"), f" must be a non-empty string, got {show(salt)}")
     check_text("cache_salt", salt)
     return salt
+
+
+def spans_of(prompt: Prompt, num_tokens: int) -> tuple[Span, ...]:
+    """The "spans" of a prompt of num_tokens, in order.  An end of None is the end of the prompt.
+    Raises RequestError for anything but a list of (start, end) that do not overlap."""
+    spans = prompt.get("spans") if isinstance(prompt, Mapping) else None
+    if spans is None:
+        return ()
+    if not is_list(spans):
+        raise RequestError(f"spans must be a list of (start, end), got {show(spans)}")
+    pairs = sorted(_span(span, num_tokens) for span in spans)
+    for (start, end), (other, _) in pairwise(pairs):
+        if other < end:
+            raise RequestError(f"spans must not overlap: {start} to {end}, and one from {other} on")
+    return tuple(pairs)
+
+
+def _span(span: Any, num_tokens: int) -> Span:
+    pair: list[Any] = list(span) if is_list(span) and len(span) == 2 else [None, None]
+    start, end = pair[0], num_tokens if pair[1] is None else pair[1]
+    if not all(isinstance(at, Integral) and not isinstance(at, bool) for at in (start, end)):
+        raise RequestError(f"a span must be (start, end), in tokens, got {show(span)}")
+    if not 0 <= start < end <= num_tokens:
+        raise RequestError(
+            f"span {show(span)} is empty or outside the prompt of {num_tokens} tokens"
+        )
+    return int(start), int(end)
 
 
 def is_list(value: Any) -> bool:

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request
 
 
 class Part(NamedTuple):
@@ -69,8 +70,8 @@ class Parts:
         """The place of a part; None if it has none."""
         return self._pools[part.group].lookup(part.name)
 
-    def longest(self, names: Sequence[bytes], on_disk: Collection[bytes]) -> int:
-        """The most blocks whose parts are all in memory or on the disk."""
+    def longest(self, request: Request, on_disk: Collection[bytes]) -> int:
+        """The most blocks of a request whose parts are all in memory or on the disk."""
 
         def find(group: int, name: bytes) -> bool | None:
             part = self._part(group, name)
@@ -79,7 +80,7 @@ class Parts:
 
         by_group = [partial(find, group) for group in range(len(self._pools))]
         state = None if self.kv.states is None else by_group.pop()
-        return self.kv.longest_prefix(names, by_group, state)[1]
+        return self.kv.longest_prefix(request, by_group, state)[1]
 
     def claim(self, parts: Sequence[Part], spare_blocks: Sequence[int]) -> dict[Part, int]:
         """Take a place for every part; if a group has too few, take none, and return {}.

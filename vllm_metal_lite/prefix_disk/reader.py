@@ -15,7 +15,6 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
 from vllm_metal_lite.prefix_disk.speeds import Speeds
-from vllm_metal_lite.scheduler.checkpoints import last_position
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
@@ -79,12 +78,11 @@ class Reader:
         parts, size, known = self._parts, self._kv.block_size, self._folder.known
         if request.skip_prefix_cache_read or not known:
             return None
-        names = self._kv.block_names(request, last_position(request.num_tokens, size))
-        length = parts.longest(names, known)
+        length = parts.longest(request, known)
         num_tokens = length * size - hit.num_tokens
         if not parts.are_kept(num_tokens):
             return None
-        needed = list(parts.of(names[:length]))
+        needed = list(parts.of(request.block_names[:length]))
         unread = deque(p for p in needed if p.num_bytes and parts.place_of(p) is None)
         if not self.speeds.prefer_reading(sum(p.num_bytes for p in unread), num_tokens):
             return None

@@ -14,7 +14,7 @@ A decoding request also keeps the state at the end of its last whole block (stat
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 INTERVAL = 4096
@@ -31,43 +31,40 @@ class PlannedCheckpoint(NamedTuple):
     shared: bool = False
 
 
-def last_position(num_tokens: int, block_size: int) -> int:
-    """The end of the longest cached prefix that a prompt of this length can use, in whole blocks.
-    The last token is always computed."""
-    return (num_tokens - 1) // block_size * block_size
-
-
 def plan_checkpoints(
     num_tokens: int,
     start: int,
-    block_size: int,
+    last_boundary: Callable[[int], int],
     junction: int,
     checkpoint_positions: Iterable[int],
 ) -> list[PlannedCheckpoint]:
     """The checkpoints of a prompt of num_tokens that is computed from `start` on, in order.
 
-    junction: end of the known blocks, or `start`.  checkpoint_positions: named by the caller.  Of
-    too many, the first one, which most prompts share, and the last ones are used.
+    last_boundary: `Request.last_boundary`.  junction: end of the known blocks, or `start`.
+    checkpoint_positions: named by the caller.  Of too many, the first one, which most prompts
+    share, and the last ones are used.
     """
-    end = last_position(num_tokens, block_size)
-    wanted = sorted({at // block_size * block_size for at in checkpoint_positions})
+    end = last_boundary(num_tokens - 1)
+    wanted = sorted(set(map(last_boundary, checkpoint_positions)))
     wanted = [at for at in wanted if start < at <= end]
     if len(wanted) > MAX_NAMED:
         wanted = [wanted[0], *wanted[1 - MAX_NAMED :]]
     kept = {at for at in (*wanted, junction, end) if start < at <= end}
     first = (start // INTERVAL + 1) * INTERVAL
-    passing = {at // block_size * block_size for at in range(first, end, INTERVAL)} - kept
+    passing = set(map(last_boundary, range(first, end, INTERVAL))) - kept
     planned = [PlannedCheckpoint(at, shared=at == junction) for at in kept]
     return sorted(
         planned + [PlannedCheckpoint(at, disposable=True) for at in passing if at > start]
     )
 
 
-def end_of_turn(num_tokens: int, block_size: int, checkpoint_positions: Iterable[int]) -> int:
+def end_of_turn(
+    num_tokens: int, last_boundary: Callable[[int], int], checkpoint_positions: Iterable[int]
+) -> int:
     """The position from which a prompt with the same beginning is the conversation's next turn:
     the last one that the caller names, or the end of the prompt."""
-    end = last_position(num_tokens, block_size)
-    ends = (position // block_size * block_size for position in checkpoint_positions)
+    end = last_boundary(num_tokens - 1)
+    ends = map(last_boundary, checkpoint_positions)
     return max((at for at in ends if at <= end), default=end)
 
 

@@ -26,17 +26,17 @@ def common_blocks(a: list[bytes], b: list[bytes]) -> int:
 
 
 def find_leader(
-    request: Request, start: int, end: int, block_size: int, leaders: Iterable[Request]
+    request: Request, start: int, block_size: int, leaders: Iterable[Request]
 ) -> tuple[Request, int] | None:
     """(leader, position) of the longest common prefix that is worth waiting for, or None.
 
-    start: where the request could start in this step.  end: the last position it can start from.
-    leaders: prompts that are being computed, with the names of all their full blocks.
+    start: where the request could start in this step.  leaders: prompts that are being computed,
+    with the names of all their full blocks.
     """
-    best, at = None, start + WORTH_WAITING - 1
+    best, at, most = None, start + WORTH_WAITING - 1, request.num_tokens - 1
     for leader in leaders:
         blocks = common_blocks(request.block_names, leader.block_names)
-        position = min(blocks * block_size, end)
+        position = request.last_boundary(min(blocks * block_size, most), block_size)
         if position > at and position > leader.num_computed_tokens:
             best, at = leader, position
     return None if best is None else (best, at)

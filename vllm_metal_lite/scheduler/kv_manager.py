@@ -6,12 +6,13 @@ group's window are released; their entries stay in the table but are no longer r
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
-from vllm_metal_lite.scheduler.checkpoints import end_of_turn, last_position, plan_checkpoints
+from vllm_metal_lite.scheduler.checkpoints import end_of_turn, plan_checkpoints
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
-from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.request import Request, Span
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 # Blocks to append to a request's block tables, one sequence per group; empty: none.
@@ -60,11 +61,13 @@ class KVCacheManager:
 
     # Block needs
 
-    def too_large(self, num_tokens: int) -> tuple[int, int] | None:
-        """(blocks needed, blocks in the pool) of the first group that can never store num_tokens;
-        None if all groups can."""
+    def too_large(self, num_tokens: int, spans: Sequence[Span] = ()) -> tuple[int, int] | None:
+        """(blocks needed, blocks in the pool) of the first group that can never store num_tokens,
+        these spans of them in one step each; None if all groups can."""
+        size = self.block_size
         for group, pool in zip(self.groups, self.pools, strict=True):
-            need = group.most_blocks(num_tokens, 1, self.block_size)
+            needs = [-(-end // size) - group.first_block(start, size) for start, end in spans]
+            need = max([group.most_blocks(num_tokens, 1, size), *needs])
             if need > pool.num_blocks:
                 return need, pool.num_blocks
         return None
@@ -117,24 +120,29 @@ class KVCacheManager:
             pool.touch(table.owned)
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
+        boundary = partial(request.last_boundary, block_size=self.block_size)
         if self.states is not None:
             if self.enable_caching:
-                self._continue_turn(request, hit, self.states)
+                self._continue_turn(request, hit, self.states, boundary)
             self.states.admit(request, hit.state_slot)
         if self.enable_caching:
             wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
-            planned = plan_checkpoints(
-                request.num_tokens, hit.num_tokens, self.block_size, found, wanted
-            )
+            planned = plan_checkpoints(request.num_tokens, hit.num_tokens, boundary, found, wanted)
             request.kept_positions = [p.position for p in planned if not p.disposable]
             request.planned = [] if self.states is None else planned
 
-    def _continue_turn(self, request: Request, hit: PrefixHit, states: StateSlots) -> None:
+    def _continue_turn(
+        self,
+        request: Request,
+        hit: PrefixHit,
+        states: StateSlots,
+        last_boundary: Callable[[int], int],
+    ) -> None:
         """Record which conversation a request continues, and which checkpoints it still needs."""
         size, positions = self.block_size, request.checkpoint_positions
-        end = end_of_turn(request.num_prompt_tokens, size, positions)
-        places = [at // size for at in positions if size <= at <= hit.num_tokens]
-        names = [request.block_names[place - 1] for place in places]
+        end = end_of_turn(request.num_prompt_tokens, last_boundary, positions)
+        places = [last_boundary(at) // size for at in positions if at <= hit.num_tokens]
+        names = [request.block_names[place - 1] for place in places if place]
         states.continue_from(request, end, hit.state_slot, hit.num_tokens, names)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
@@ -192,13 +200,11 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix: every group holds the part that the next token sees, and there
         is a state if the model keeps one.  The request's last token is never part of it."""
-        most = 0
-        if self.reads_cache(request):
-            most = last_position(request.num_tokens, self.block_size) // self.block_size
-        names = self.block_names(request, most * self.block_size)
+        names, in_blocks, length = request.block_names, 0, 0
         find = [pool.lookup for pool in self.pools]
         find_state = None if self.states is None else self.states.pool.lookup
-        in_blocks, length = self.longest_prefix(names, find, find_state)
+        if self.reads_cache(request):
+            in_blocks, length = self.longest_prefix(request, find, find_state)
         state = find_state(names[length - 1]) if find_state is not None and length else None
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
@@ -208,28 +214,31 @@ class KVCacheManager:
         return PrefixHit(tables, length * self.block_size, in_blocks * self.block_size, state)
 
     def longest_prefix(
-        self, names: Sequence[bytes], find: Sequence[Find], find_state: Find | None
+        self, request: Request, find: Sequence[Find], find_state: Find | None
     ) -> tuple[int, int]:
-        """How many of the named blocks can be used again: by the blocks, and by the states too.
+        """How many blocks of a request can be used again: by the blocks, and by the states too.
 
         find: a look-up of blocks for each group.  find_state: None if there are no states.
         """
+        names = self.block_names(request, request.num_tokens - 1)
         length = len(names)
         for group, found in zip(self.groups, find, strict=True):
             if group.window is None:
                 length = next((i for i in range(length) if found(names[i]) is None), length)
-        in_blocks = length = self._whole_windows(names, length, find)
+        in_blocks = length = self._whole_windows(request, length, find)
         while find_state is not None and length and find_state(names[length - 1]) is None:
-            length = self._whole_windows(names, length - 1, find)
+            length = self._whole_windows(request, length - 1, find)
         return in_blocks, length
 
-    def _whole_windows(self, names: Sequence[bytes], length: int, find: Sequence[Find]) -> int:
-        """The most blocks, at most `length`, behind which every group knows its whole window."""
-        before = None
+    def _whole_windows(self, request: Request, length: int, find: Sequence[Find]) -> int:
+        """The most blocks, at most `length`, that end within no span of the request, and behind
+        which every group knows its whole window."""
+        before, names, size = None, request.block_names, self.block_size
         while length != before:
             before = length
+            length = request.last_boundary(length * size, size) // size
             for g, group, _ in self._windowed:
-                end = range(group.first_block(length * self.block_size, self.block_size), length)
+                end = range(group.first_block(length * size, size), length)
                 missing = (i for i in reversed(end) if find[g](names[i]) is None)
                 length = next(missing, length)
         return length

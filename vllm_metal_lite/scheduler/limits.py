@@ -1,5 +1,8 @@
 """Refuses requests that could never finish."""
 
+from collections.abc import Callable
+
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import Option, RequestError, show
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
@@ -9,7 +12,7 @@ def longest(request: Request, max_model_len: int, kv: KVCacheManager) -> int:
     """The most tokens that a request may reach, its prompt included.
 
     Raises RequestError, with the numbers, if the request could never finish: it has no room for a
-    token, or needs more blocks than the store has.
+    token, or needs more blocks than the store has, its spans included.
     """
     name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
     room = max_model_len + request.only_reads
@@ -24,9 +27,33 @@ def longest(request: Request, max_model_len: int, kv: KVCacheManager) -> int:
     max_length = min(prompt + request.max_tokens, room)
     num_stored = max_length - 1
     size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
-    if sizes := kv.too_large(num_stored):
+    if request.spans:
+        size += f", spans of up to {max(end - start for start, end in request.spans)} tokens"
+    if sizes := kv.too_large(num_stored, request.spans):
         raise RequestError(
             f"{name} ({size}) needs {sizes[0]} blocks of {kv.block_size} tokens; "
             f"the store has {sizes[1]}"
         )
     return max_length
+
+
+def check_spans(
+    request: Request, config: EngineConfig, max_num_new_tokens: Callable[[Request, int], int]
+) -> None:
+    """Raise RequestError, with the numbers, if a span of a request can never be computed in one
+    step.
+
+    max_num_new_tokens: how many tokens from a position on an otherwise empty step computes.
+    """
+    for start, end in request.spans:
+        most = max_num_new_tokens(request, start)
+        if end - start > most:
+            limits: dict[int, Option | str] = {request.max_chunk: "prompt_logprobs"}
+            for name in ("long_prefill_token_threshold", "max_num_batched_tokens"):
+                limits[getattr(config, name)] = Option(name)
+            raise RequestError(
+                f"request {show(request.request_id)} has a span from {start} to {end}, "
+                f"{end - start} tokens; a step computes at most {most} of them (",
+                limits.get(most, f"behind a context of {start} tokens"),
+                ")",
+            )

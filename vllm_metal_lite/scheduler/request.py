@@ -1,5 +1,6 @@
 """The scheduler's view of one request."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -7,6 +8,9 @@ from enum import Enum, auto
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
 from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
+
+# Tokens [start, end) of a prompt that one step computes together.
+Span = tuple[int, int]
 
 
 class RequestStatus(Enum):
@@ -34,6 +38,7 @@ class Request:
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
     only_reads: its one token is not used, so a prompt may fill the context.
     checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).
+    spans: no chunk ends and no cached prefix ends within one; in order, without overlaps.
     cache_salt: only requests with the same salt, or without any, share blocks and states.
     parent_id: the id of the user's request; this one makes one of its n answers.
     """
@@ -48,6 +53,7 @@ class Request:
     only_reads: bool = False
     max_chunk: int = 0
     checkpoint_positions: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
     cache_salt: str | None = None
     parent_id: str = ""
 
@@ -91,6 +97,8 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     # How often a step of it has failed without showing the request at fault.
     num_suspected: int = field(init=False, default=0)
+    # Steps in a row whose last tokens did not suffice for its next span.
+    num_passed_over: int = field(init=False, default=0)
     # Tokens known before the step in flight samples the first of them; `advance` appends them.
     forced_token_ids: list[int] = field(init=False, default_factory=list, repr=False)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
@@ -115,6 +123,19 @@ class Request:
     def is_prompt(self, position: int) -> bool:
         """Whether the token there is of the prompt, or was known before a preemption."""
         return position < max(self.num_prompt_tokens, self.num_computed_before + 1)
+
+    def last_end(self, position: int) -> int:
+        """The last position, up to this one, where a chunk may end: within no span."""
+        at = bisect_left(self.spans, (position,)) - 1
+        is_within = at >= 0 and position < self.spans[at][1]
+        return self.spans[at][0] if is_within else position
+
+    def last_boundary(self, position: int, block_size: int) -> int:
+        """The last position, up to this one, where a cached prefix may end: within no span, and at
+        the end of a block."""
+        boundary = position // block_size * block_size
+        end = self.last_end(boundary)
+        return boundary if end == boundary else self.last_boundary(end, block_size)
 
     def forget_unknown(self) -> None:
         """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""

@@ -22,15 +22,18 @@ from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
 from vllm_metal_lite.scheduler.drafts import DraftScheduler, Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks, PrefixHit
-from vllm_metal_lite.scheduler.limits import longest
+from vllm_metal_lite.scheduler.limits import check_spans, longest
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.request_queue import SORT_KEY, RequestQueue
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment, TokenCounts
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
-# Requests that admission may skip in a step: they wait for a leader, or for the disk.
+# Requests that admission may skip in a step: they wait for a leader, for the disk, or for tokens.
 _MAX_PASSED = 64
+# Steps in which prompts may take the tokens that an earlier request's span needs.  Then no later
+# request is admitted before it.
+_PATIENCE = 8
 
 
 class Scheduler:
@@ -71,6 +74,8 @@ class Scheduler:
         self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
         self._prefilled_last = False
+        # The most steps in a row in which a span did not fit beside decodes and other prompts.
+        self._passed_over = 0
 
     @property
     def num_running(self) -> int:
@@ -86,6 +91,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError, changing nothing, if it could never finish."""
         request.max_length = longest(request, self.max_model_len, self.kv)
+        if request.spans:
+            check_spans(request, self.config, self._max_num_new_tokens)
         # The count orders requests of equal arrival (the n answers of one prompt).
         request.sort_key = (request.priority, request.fair_round, request.arrival, self._num_added)
         self._num_added += 1
@@ -112,13 +119,14 @@ class Scheduler:
         propose: makes the drafts of decodes; None: the step has none.
         """
         out = self.schedule_alone(self.suspects)
-        phases = [self._schedule_decodes, self._schedule_prefills]
-        whole = self.config.prefill_policy == "whole"
-        if whole and (self._prompts or not self._prefilled_last):
+        phases, policy = [self._schedule_decodes, self._schedule_prefills], self._policy
+        # Under the other policies a step holds one kind, if this kind has something to compute.
+        is_mixed = policy == "mixed"
+        if not is_mixed and (not self._prefilled_last or (policy == "whole" and self._prompts)):
             phases.reverse()
         if out.is_empty:
             phases[0](out)
-            if not whole or out.is_empty:
+            if is_mixed or out.is_empty:
                 phases[1](out)
         if out.is_empty and self.partials:
             self._break_deadlock(out)
@@ -299,11 +307,19 @@ class Scheduler:
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
-        prompts = self._prompts
+        prompts, self._passed_over = self._prompts, 0
         self._resume(out, prompts)
         # A preempted request is admitted first, and there are no blocks for it now.
         if not out.preempted:
             self._admit(out, self.waiting, starting=not prompts)
+
+    @property
+    def _policy(self) -> str:
+        """What the next step may hold, see docs/scheduling.md.  Decodes leave a span too few tokens
+        only as long as other prompts use these."""
+        is_overdue = self._passed_over >= (_PATIENCE if self._prefilled_last else 1)
+        policy = self.config.prefill_policy
+        return "alternate" if policy == "mixed" and is_overdue else policy
 
     @property
     def _prompts(self) -> list[Request]:
@@ -311,8 +327,9 @@ class Scheduler:
 
     def _resume(self, out: SchedulerOutput, partials: Iterable[Request]) -> None:
         for request in partials:
-            most = self._max_num_new_tokens(request, request.num_computed_tokens)
-            num_new_tokens = min(most, self._tokens_left(out, request), self.kv.room(request))
+            start, room = request.num_computed_tokens, self.kv.room(request)
+            num_new_tokens = self._chunk(request, start, out)
+            num_new_tokens = request.last_end(start + min(num_new_tokens, room)) - start
             # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
             # a prompt needs a block of its own to be admitted.
             if num_new_tokens > 0:
@@ -323,7 +340,8 @@ class Scheduler:
 
         Admission needs blocks for the known tokens of this and all running requests, plus one block
         each; with fewer, a preemption would soon follow.  (With nothing running, it always fits.)
-        A request that does not fit blocks the queue.
+        A request that does not fit blocks the queue, unless only its span needs more tokens than
+        the step has left.
         """
         if not waiting or not self._has_room(out):
             return
@@ -340,9 +358,11 @@ class Scheduler:
             ):
                 at += 1
                 continue
-            most = self._max_num_new_tokens(request, start)
-            num_new_tokens = min(most, self._tokens_left(out, request))
-            cost = self.kv.cost(request, hit, most)
+            num_new_tokens = self._chunk(request, start, out)
+            if num_new_tokens <= 0 < request.num_passed_over < _PATIENCE:
+                at += 1
+                continue
+            cost = self.kv.cost(request, hit, self._max_num_new_tokens(request, start))
             if num_new_tokens <= 0 or not all(map(le, cost, left)):
                 break
             # Decodes wait for the turn to end, so admit only prompts that finish in this step.
@@ -366,7 +386,9 @@ class Scheduler:
                 out.counts.add_hit(request, hit)
         self.kv.admit(request, hit)
         out.admitted.append(request)
-        segment = self._schedule_chunk(request, min(num_new_tokens, self.kv.room(request)), out)
+        start = request.num_computed_tokens
+        end = request.last_end(start + min(num_new_tokens, self.kv.room(request)))
+        segment = self._schedule_chunk(request, end - start, out)
         segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
         out.segments.append(segment)
 
@@ -387,7 +409,7 @@ class Scheduler:
         self, request: Request, num_new_tokens: int, out: SchedulerOutput
     ) -> Segment:
         start = request.num_computed_tokens
-        end = start + num_new_tokens
+        end, request.num_passed_over = start + num_new_tokens, 0
         blocks = self.kv.allocate(request, start, end)
         assert blocks is not None, "a chunk was scheduled without its blocks"
         out.total_num_scheduled_tokens += num_new_tokens
@@ -409,6 +431,16 @@ class Scheduler:
         limited = sum(s.num_scheduled for s in prefills if s.request.max_chunk)
         return min(left, request.max_chunk - limited)
 
+    def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
+        """How many tokens from `start` on the request may compute in what is left of the step.
+        Counts if a span needs more."""
+        left = min(self._max_num_new_tokens(request, start), self._tokens_left(out, request))
+        num_new_tokens = request.last_end(start + left) - start
+        if num_new_tokens <= 0 < left:
+            request.num_passed_over += 1
+            self._passed_over = max(self._passed_over, request.num_passed_over)
+        return num_new_tokens
+
     def _max_num_new_tokens(self, request: Request, start: int) -> int:
         """How many tokens from `start` on the request may compute in an otherwise empty step."""
         gap = request.num_tokens - start
@@ -421,10 +453,13 @@ class Scheduler:
 
     def _break_deadlock(self, out: SchedulerOutput) -> None:
         """No request can continue: preempt until the first partial prefill gets blocks."""
-        while self.kv.room(self.partials[0]) <= 0:
+        first = self.partials[0]
+        self._resume(out, [first])  # a decode may just have preempted itself
+        while out.is_empty:
             victim = self._preempt_lowest(out)
-            assert victim is not self.partials[0], "a request alone has all the blocks it needs"
-        self._resume(out, self.partials)
+            assert victim is not first, "a request alone has all the blocks it needs"
+            self._resume(out, [first])
+        self._resume(out, self.partials[1:])
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self.partials, self.decodes) if queue]

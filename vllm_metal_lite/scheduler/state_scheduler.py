@@ -5,7 +5,7 @@ requests wait for a state that another request is about to leave.
 from collections.abc import Sequence
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
-from vllm_metal_lite.scheduler.checkpoints import add_planned, last_position
+from vllm_metal_lite.scheduler.checkpoints import add_planned
 from vllm_metal_lite.scheduler.following import MAX_FOLLOWED, find_leader, is_ahead
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
@@ -67,8 +67,7 @@ class StateScheduler:
         for leader in leaders:
             self.kv.block_names(leader, leader.num_tokens)
         size = self.kv.block_size
-        end = last_position(request.num_tokens, size)
-        request.leader = find_leader(request, start, end, size, leaders)
+        request.leader = find_leader(request, start, size, leaders)
         if request.leader is None or not self._ask(*request.leader, out):
             return False
         request.num_followed += 1

@@ -141,7 +141,8 @@ class FakeEngine(LLMEngine):
         self.intake.num_requests = fields.pop("arrival", number)
         params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
-        self.add_request(request_id, prompt, params, **how)
+        asked = {"prompt_token_ids": prompt, "spans": fields.pop("spans", None)}
+        self.add_request(request_id, asked, params, **how)
         self.requests[request_id] = request = self._answers[request_id].request
         for name, value in fields.items():
             setattr(request, name, value)

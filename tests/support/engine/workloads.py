@@ -21,7 +21,10 @@ WINDOWS = [(None,)] * 3 + [(None, 1), (None, 3), (None, 4), (None, 7), (None, 13
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes, what it asks, and (abort_at) in which step it is taken back."""
+    """A request: when it comes, what it asks, and (abort_at) in which step it is taken back.
+
+    spans: it has those that its engine can compute in one step.
+    """
 
     step: int
     stem: int
@@ -31,6 +34,7 @@ class Arrival:
     priority: int
     skip_read: bool
     max_chunk: int
+    spans: tuple[tuple[int, int], ...]
     abort_at: int | None
 
     @property
@@ -55,19 +59,30 @@ class Workload:
     windows: tuple[int | None, ...]  # of the KV groups
 
 
+def make_spans(choose: Choose, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Few spans of a prompt, or none; some touch each other, and some are the whole prompt."""
+    spans, at = [], 0
+    for length in choose([(), (), (), (30,), (2, 3), (5,), (4, 4, 4), (1, 9)]):
+        start = min(at + choose([0, 0, 1, 2, 5]), num_tokens)
+        spans += [(start, at := min(start + length, num_tokens))]
+    return tuple(span for span in spans if span[0] < span[1])
+
+
 def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> Workload:
     """calm: no request aborts and no step fails.  pressed: many need more blocks than there are."""
 
     def arrival() -> Arrival:
+        shared, own = choose(range(17)), choose(range(1, 7))
         return Arrival(
             step=choose([0, 0, 0, 1, 2, 4, 8, 12]),
             stem=choose([0, 0, 0, 1]),
-            shared=choose(range(17)),
-            own=choose(range(1, 7)),
+            shared=shared,
+            own=own,
             max_tokens=choose([1, 2, 3, 5, 8, 11, 14]),
             priority=choose(range(3)),
             skip_read=choose([False, False, False, True]),
             max_chunk=choose([0, 0, 0, 1, 3]),
+            spans=make_spans(choose, shared + own),
             abort_at=None if calm else choose([None] * 20 + list(range(20))),
         )
 
@@ -78,7 +93,7 @@ def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> 
         budget=choose([1, 2, 3, 5, 8, 8, 13, 21, 40, 64]),
         threshold=choose([0, 0, 1, 4, 9]),
         max_num_seqs=choose(range(3 if pressed else 1, 7)),
-        policy=choose(["mixed", "whole"]),
+        policy=choose(["mixed", "alternate", "whole"]),
         caching=choose([True, True, False]),
         failures=frozenset(() if calm else (choose(range(16)) for _ in range(choose(range(4))))),
         windows=choose(WINDOWS),
@@ -112,20 +127,30 @@ def make_engine(
     for window in workload.windows:
         group = KVGroup(window=window)
         needs = [group.most_blocks(a.num_stored, 1, workload.block_size) for a in workload.arrivals]
+        needs += [
+            group.most_blocks(end, end - start, workload.block_size)
+            for a in workload.arrivals
+            for start, end in a.spans
+        ]
         groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
     return kind(config, groups, MAX_MODEL_LEN, **options)
 
 
-def request_of(number: int, a: Arrival) -> tuple[list[int], int, dict[str, Any]]:
+def request_of(
+    engine: FakeEngine, number: int, a: Arrival
+) -> tuple[list[int], int, dict[str, Any]]:
     """Prompt, max_tokens and options of a request; two by two, some are alike to the end."""
     prompt = STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
     how = {"request_id": str(number), "arrival": number // 2, "priority": a.priority}
     how |= {"max_chunk": a.max_chunk, "skip_prefix_cache_read": a.skip_read}
+    limits = engine.config.max_num_batched_tokens, engine.config.long_prefill_token_threshold
+    most = min(limit for limit in (*limits, a.max_chunk) if limit)
+    how["spans"] = [(start, end) for start, end in a.spans if end - start <= most]
     return prompt, a.max_tokens, how
 
 
 def add_to(engine: FakeEngine, number: int, a: Arrival) -> None:
-    prompt, max_tokens, how = request_of(number, a)
+    prompt, max_tokens, how = request_of(engine, number, a)
     engine.add(prompt, max_tokens, **how)
 
 
