@@ -164,9 +164,39 @@ GROUP_BLOCK = 3 * 8 * BYTES_PER_TOKEN // 3  # bytes of one block of either group
 
 
 def test_a_window_gets_what_all_seats_can_need_and_the_context_the_rest(monkeypatch):
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
     # 9 blocks a window of 64 touches; a step's 64 tokens, and a block more in each seat.
     assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([952, 48], 952 * 8)
+
+
+def test_windows_of_idle_prefixes_get_a_sixteenth_where_contexts_need_the_memory(monkeypatch):
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    (full, window), max_model_len = fitting(monkeypatch, 1000 * GROUP_BLOCK, **options)
+    assert (full, max_model_len) == (1000 * 15 // 16 - 48, full * 8)
+    assert full + window == 1000
+    # A length that was asked for goes first.
+    options["max_model_len"] = 952 * 8
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([952, 48], 952 * 8)
+    options["max_model_len"] = 900 * 8
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([900, 100], 900 * 8)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_memory_that_no_context_needs_is_for_one_window_each_average_prefix(
+    monkeypatch, max_num_seqs
+):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64, "max_model_len": 4096}
+    (full, window), _ = fitting(monkeypatch, 10_000 * GROUP_BLOCK, **options)
+    assert full == max_num_seqs * 4096 // 8
+    assert window == max_num_seqs * 10 + 8 + full // 32 * 9  # 9 blocks of 256 tokens' 32
+    options["enable_prefix_caching"] = False
+    (full, window), _ = fitting(monkeypatch, 10_000 * GROUP_BLOCK, **options)
+    assert window == max_num_seqs * 10 + 8
+
+
+def test_a_window_longer_than_the_context_gets_no_more_blocks_than_the_context(monkeypatch):
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "max_model_len": 48}
+    assert fitting(monkeypatch, 10_000 * GROUP_BLOCK, **options) == ([12, 12], 48)
 
 
 def test_a_crowd_shares_as_if_its_requests_were_four_windows_long(monkeypatch):
@@ -189,11 +219,27 @@ def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
 
 
 def test_num_blocks_counts_the_blocks_of_all_of_the_context():
-    config = EngineConfig(block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16)
+    config = EngineConfig(
+        block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16,
+        enable_prefix_caching=False,
+    )  # fmt: skip
     groups, max_model_len, _ = size_store(windowed(), config)
     assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
     groups, _, _ = size_store(windowed(), replace(config, num_blocks=12))
     assert [g.num_blocks for g in groups] == [12, 12]
+
+
+def test_num_blocks_raises_the_windows_of_idle_prefixes_as_far_as_memory_allows(monkeypatch):
+    options = {"num_blocks": 1000, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    in_all = 1000 + 22 + 282  # 9 of 32, as above
+    model = windowed()
+    peak = step_peak.estimated_step_peak(model, EngineConfig(block_size=8, **options), 100_000)
+    for spare, window in [(0, 304), (-100, 204), (-282, 22), (-290, 22)]:
+        monkeypatch.setattr(
+            sizing, "estimated_step_peak", lambda *_, s=spare: peak - s * GROUP_BLOCK
+        )
+        found = fitting(monkeypatch, in_all * GROUP_BLOCK + peak, **options)
+        assert found == ([1000, window], 8000)
 
 
 def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():

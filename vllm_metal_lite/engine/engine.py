@@ -74,8 +74,9 @@ class LLMEngine:
         self.pipeline = Pipeline(runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
         self.intake = Intake(model, self.max_model_len, config)
-        keeps_states = caching and self.num_state_slots > 0
-        self._chat_prompt = ChatPrompt(model.tokenizer, model.name, keeps_states)
+        self._chat_prompt = ChatPrompt(
+            model.tokenizer, model.name, self.scheduler.kv.uses_checkpoints
+        )
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
