@@ -85,11 +85,24 @@ def test_scores_that_the_measured_context_does_not_reach_are_counted(model, monk
     """On a CPU every call keeps its scores, and needs 1.5 times their memory."""
     (shape,) = model.attention_shapes
     of_100_keys = shape.num_heads * 32 * 100
+    monkeypatch.setattr(step_peak, "_CALLS_AT_ONCE", 1)
     change_device(monkeypatch, max_scores=2 * of_100_keys, max_gathered_keys=0)
     assert longer_context_bytes(model, 32, 100, 1000) == 1.5 * of_100_keys * shape.dtype.size
     assert longer_context_bytes(model, 32, 200, 1000) == 0
     monkeypatch.setattr(step_peak, "unfused", lambda *_: None)
     assert longer_context_bytes(model, 32, 100, 1000) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("rows", [64, 256, 512])
+def test_the_calls_of_a_long_chunk_stay_within_the_estimate(monkeypatch, name, rows):
+    """Chunks of up to eight calls behind a long context, measured as they are."""
+    device = {"profile_rows": rows, "profile_context": 2048, "max_scores": 1 << 19}
+    change_device(monkeypatch, **device)
+    config = EngineConfig(max_num_batched_tokens=rows, max_num_seqs=1)
+    model = tiny.packed(name)
+    measured = step_peak_bytes(model, config, 2048)
+    assert measured <= step_peak.estimated_step_peak(model, config, 2048) <= 3 * measured
 
 
 def test_profiling_leaves_no_memory_behind(model):

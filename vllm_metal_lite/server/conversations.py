@@ -86,7 +86,7 @@ async def render(
 def render_prompt(
     model: TextModel, conversation: ChatRequest, with_checkpoints: bool
 ) -> RenderedPrompt:
-    """with_checkpoints: for models of which requests can start at some positions only."""
+    """with_checkpoints: for models whose requests can start at some positions only."""
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))

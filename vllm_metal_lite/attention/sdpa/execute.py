@@ -50,6 +50,8 @@ def execute_calls(
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=scores.scale, mask=mask, sinks=scores.sinks)
         else:
+            if outputs:  # MLX would else begin all calls, and keep the scores of all in memory
+                (queries,) = mx.depends([queries], outputs[-1:])
             out = _by_products(queries, k, v, one, scores)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
