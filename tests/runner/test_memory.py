@@ -2,9 +2,11 @@
 
 from copy import copy
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.kernels.device import change_device
 from tests.support.models import tiny_models as tiny
@@ -253,6 +255,51 @@ def test_num_blocks_raises_the_windows_of_idle_prefixes_as_far_as_memory_allows(
         )
         found = fitting(monkeypatch, in_all * GROUP_BLOCK + peak, **options)
         assert found == ([1000, window], 8000)
+
+
+@given(
+    windows=st.sampled_from([(None, 16), (None, 64, 64, 64), (None, 8, 128), (64,), (64, 16)]),
+    seats=st.sampled_from([1, 2, 64]),
+    chunk=st.sampled_from([1, 16, 64, 2048]),
+    max_model_len=st.sampled_from([None, None, 7, 48, 300]),
+    num_blocks=st.sampled_from([None, None, 2, 40, 1000]),
+    fraction=st.sampled_from([0.3, 1.0]),
+    room=st.sampled_from([1, 3, 20, 500, 20_000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_idle_windows_cost_no_start_no_length_and_no_window_of_a_request(
+    windows, seats, chunk, max_model_len, num_blocks, fraction, room
+):
+    model = windowed()
+    spec = model.kv_specs[0]
+    model.packed.layout = replace(
+        model.packed.layout, specs=[replace(spec, window=window) for window in windows]
+    )
+    limit = model.weight_bytes + room * len(windows) * 8 * spec.bytes_per_token
+    config = EngineConfig(
+        block_size=8, max_num_seqs=seats, max_num_batched_tokens=chunk, num_blocks=num_blocks,
+        max_model_len=max_model_len, memory_fraction=fraction,
+    )  # fmt: skip
+    found = []
+    with patch.object(backend, "memory_limit", lambda: limit):
+        for caching in (False, True):
+            try:
+                options = replace(config, enable_prefix_caching=caching)
+                found.append(size_store(model, options, lambda *_: 0))
+            except (ConfigError, OutOfMemoryError):
+                continue
+    assert len(found) in (0, 2)
+    if not found:
+        return
+    (plain, length, _), (groups, shorter, _) = found
+    left = limit * (1 if num_blocks else fraction) - model.weight_bytes
+    assert sizing.store_bytes(model, groups, 8) <= left
+    assert shorter == length if max_model_len or num_blocks else shorter >= 0.85 * length
+    for group, before in zip(groups, plain, strict=True):
+        least = group.most_blocks(shorter, min(chunk, shorter), 8)
+        assert min(least, groups[0].num_blocks) <= group.num_blocks <= groups[0].num_blocks
+        if groups[0].num_blocks == plain[0].num_blocks:
+            assert group.num_blocks >= before.num_blocks
 
 
 def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():

@@ -113,8 +113,7 @@ class _Sizing:
         """The KV groups and the state slots, with num_blocks in the first group."""
         first, *others = kv_groups(self.model.kv_specs)
         groups = [replace(first, num_blocks=num_blocks)]
-        for group in others:
-            groups.append(replace(group, num_blocks=min(num_blocks, self._most_owned(group))))
+        groups += [replace(g, num_blocks=min(num_blocks, self._most_owned(g))) for g in others]
         store = store_bytes(self.model, groups, self.config.block_size)
         left = limit - self.model.weight_bytes - store
         num_state_slots = self._state_slots(left, num_blocks)
@@ -127,7 +126,7 @@ class _Sizing:
                 f"{_gib(store)}), and this device has {_gib(limit)}; lower it",
                 *self._for_states(num_state_slots),
             )
-        peak = estimated_step_peak(self.model, self.config, self.max_model_len)
+        peak = estimated_step_peak(self.model, self.config, self.max_model_len) if others else 0
         room = self._usable(limit) - (limit + short) - peak
         return self._with_idle_windows(groups, room), num_state_slots
 
@@ -173,19 +172,18 @@ class _Sizing:
     def _with_idle_windows(self, groups: list[KVGroup], room: float) -> list[KVGroup]:
         """The groups, with windows of idle prefixes as far as `room` bytes hold them: at most one
         for each average request that the first group holds."""
-        first, *others = groups
-        if not others or not self._caches or room <= 0:
+        if not self._caches or room <= 0:
             return groups
-        whole = []
-        for group in others:
-            wanted = math.ceil(self._share(group) * first.num_blocks)
-            most = first.num_blocks - group.num_blocks
-            whole.append(replace(group, num_blocks=min(wanted, most)))
-        part = min(room / max(store_bytes(self.model, whole, self.config.block_size), 1), 1)
-        pairs = zip(others, whole, strict=True)
+        num_blocks = groups[0].num_blocks
+        wanted = [math.ceil(self._share(group) * num_blocks) for group in groups]
+        idle = [
+            replace(group, num_blocks=min(most, num_blocks - group.num_blocks))
+            for group, most in zip(groups, wanted, strict=True)
+        ]
+        part = min(room / max(store_bytes(self.model, idle, self.config.block_size), 1), 1)
         return [
-            first,
-            *(replace(g, num_blocks=g.num_blocks + int(part * w.num_blocks)) for g, w in pairs),
+            replace(group, num_blocks=group.num_blocks + int(part * more.num_blocks))
+            for group, more in zip(groups, idle, strict=True)
         ]
 
     def _state_slots(self, left: float, num_blocks: int) -> int:
@@ -200,7 +198,7 @@ class _Sizing:
         config, seats, size = self.config, self.config.max_num_seqs, self.model.state_bytes
         if not size:
             return 0
-        if not self.model.caches_prefixes(config):
+        if not self._caches:
             return seats
         if config.state_cache_gib is not None:
             return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))

@@ -26,8 +26,8 @@ class PrefixHit:
     """The longest prefix that a request can start behind.
 
     tables: the block tables of its blocks.  num_tokens: the length of the prefix.  num_in_blocks:
-    tokens that the layers without a window know; more than num_tokens if a window or the state at
-    their end is missing.  state_slot: of the state at the end.
+    tokens that the full groups know; more than num_tokens if a window or the state is missing at
+    their end.  state_slot: of the state at the end.
     """
 
     tables: list[BlockTable]
@@ -127,9 +127,8 @@ class KVCacheManager:
             planned = plan_checkpoints(
                 request.num_tokens, hit.num_tokens, self.block_size, found, wanted
             )
-            # Others may start where this request starts, as behind a system prompt.
-            kept = [p.position for p in planned if not p.disposable]
-            request.kept_positions = [hit.num_tokens, *kept]
+            request.kept_positions = [p.position for p in planned if not p.disposable]
+            request.kept_positions.append(hit.num_tokens)  # others may start there too
             self._use_named_windows(request, hit.num_tokens)
             request.planned = [] if self.states is None else planned
 
@@ -229,8 +228,7 @@ class KVCacheManager:
     def longest_prefix(
         self, names: Sequence[bytes], find: Sequence[Find], find_state: Find | None
     ) -> tuple[int, int]:
-        """How many of the named blocks the layers without a window know, and how many can be used
-        again.
+        """How many of the named blocks the full groups know, and how many can be used again.
 
         find: a look-up of blocks for each group.  find_state: None if there are no states.
         """
@@ -238,9 +236,8 @@ class KVCacheManager:
         for group, found in zip(self.groups, find, strict=True):
             if group.window is None:
                 length = next((i for i in range(length) if found(names[i]) is None), length)
-        in_blocks, length = length, self._whole_windows(names, length, find)
-        if self.groups[0].window is not None:  # and so in all groups
-            in_blocks = length
+        whole = self._whole_windows(names, length, find)
+        in_blocks, length = length if self.groups[0].window is None else whole, whole
         while find_state is not None and length and find_state(names[length - 1]) is None:
             length = self._whole_windows(names, length - 1, find)
         return in_blocks, length

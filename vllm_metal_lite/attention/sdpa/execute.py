@@ -42,7 +42,7 @@ def execute_calls(
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     scores = call.scores
     limits = unfused(q.shape[1], q.shape[2], scores.softcap)
-    planned, outputs = plan.step_calls(kv_group, call, limits), []
+    planned, outputs = plan.step_calls(kv_group, call, limits), list[mx.array]()
     parts = planned.queries.cut(q if planned.q_rows is None else take(q, planned.q_rows))
     gathered = _keys_and_values(planned, read, latent=call.q_pe is not None)
     for one, queries, (k, v) in zip(planned.calls, parts, gathered, strict=True):
