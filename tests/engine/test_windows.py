@@ -1,11 +1,13 @@
 """A windowed layer stores its window: blocks behind it are released, and never read again."""
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.engine.fake_engine import FakeEngine, fake_config
+from tests.support.engine.fake_engine import FakeEngine, answer_of, fake_config
 from tests.support.engine.poison import poison_free_blocks
 from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models import tiny_models as tiny
@@ -15,6 +17,7 @@ from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
@@ -172,7 +175,7 @@ def test_the_longest_prefix_that_all_groups_hold_is_found(evicted, first, second
 
 
 def test_names_behind_a_window_are_found_until_they_are_needed():
-    config = fake_config(4, max_num_batched_tokens=32, max_num_seqs=4)
+    config = fake_config(4, max_num_batched_tokens=48, max_num_seqs=4)
     groups = [KVGroup(num_blocks=40), KVGroup(window=6, num_blocks=12)]
     engine = FakeEngine(config, groups, 200)
     stem = list(range(20))
@@ -189,12 +192,115 @@ def test_names_behind_a_window_are_found_until_they_are_needed():
     assert all(pool.num_owned == 0 for pool in engine.scheduler.kv.pools)
 
 
+# Conversations
+
+
+def cached_tokens(engine: FakeEngine, users: int, at_once: int, is_chat: bool) -> list[int]:
+    """Of five turns of each user, with a system prompt of 40 tokens; users take turns.
+
+    is_chat: an answer is written anew, so that the next turn differs from the generation prompt on.
+    """
+    rng, found = Random(1), []
+
+    def new(least: int, most: int) -> list[int]:
+        return [rng.randrange(4000) for _ in range(rng.randint(least, most))]
+
+    system = new(40, 40)
+    chats = [system] * users
+    for _ in range(5):
+        for first in range(0, users, at_once):
+            turn = {}
+            for i in range(first, min(first + at_once, users)):
+                prompt = chats[i] = chats[i] + new(20, 60)
+                named = {"checkpoints": (40, len(prompt) - 1)} if is_chat else {}
+                turn[i] = engine.add([*prompt, 1, 2, 3], rng.randint(5, 20), **named)
+            engine.run()
+            for i, request in turn.items():
+                found.append(request.num_cached_tokens)
+                again = new(5, 15) if is_chat else answer_of(request)
+                chats[i] = chats[i] + ([] if is_chat else [1, 2, 3]) + again
+    return found
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("users", [4, 5, 6, 8, 12])
+def test_windows_cost_idle_conversations_no_cached_token(users, at_once, is_chat):
+    """A store of 8,000 tokens and four seats: cached is what a model without windows caches."""
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    groups, _, _ = size_store(
+        tiny.packed("gemma3_text"), EngineConfig(block_size=8, num_blocks=1000, **options)
+    )
+    config, length = fake_config(8, **options), 1000
+    engines = [FakeEngine(config, kind, length) for kind in (groups, 1000)]
+    found, without = (cached_tokens(engine, users, at_once, is_chat) for engine in engines)
+    assert found == without
+    assert engines[0].scheduler.counts.prefix_cache_lost_tokens == 0
+
+
+def test_tokens_that_a_missing_window_loses_are_counted():
+    config = fake_config(4, max_num_batched_tokens=64, max_num_seqs=4)
+    engine = FakeEngine(config, [KVGroup(num_blocks=60), KVGroup(window=6, num_blocks=20)], 200)
+    engine.add(list(range(30)), max_tokens=1)
+    engine.run()
+    engine.add([500 + i for i in range(64)], max_tokens=4)
+    engine.add([900 + i for i in range(64)], max_tokens=4)
+    engine.run()
+    again = engine.add(list(range(30)), max_tokens=1)
+    engine.run()
+    assert (again.num_cached_tokens, engine.scheduler.counts.prefix_cache_lost_tokens) == (0, 28)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_window_that_requests_start_from_is_kept_for_others(named):
+    """A system prompt of 16 tokens; between two requests that start behind it comes another one."""
+    config = fake_config(4, max_num_batched_tokens=64, max_num_seqs=4)
+    engine = FakeEngine(config, [KVGroup(num_blocks=200), KVGroup(window=6, num_blocks=20)], 200)
+    system = list(range(16))
+    for i in range(1, 9):
+        how = {"checkpoints": [16]} if named else {}
+        request = engine.add([*system, *range(100 * i, 100 * i + 20)], max_tokens=1, **how)
+        engine.run()
+        engine.add(list(range(100 * i + 50, 100 * i + 90)), max_tokens=1)
+        engine.run()
+        assert request.num_cached_tokens == (16 if i > 1 else 0)
+
+
+def test_a_position_that_turns_name_counts_as_used():
+    """One conversation starts behind its last answer, but names the end of the system prompt."""
+    config = fake_config(4, max_num_batched_tokens=32, max_num_seqs=1)
+    engine = FakeEngine(config, [KVGroup(num_blocks=200), KVGroup(window=6, num_blocks=16)], 500)
+    system = list(range(16))
+    chat = engine.add([*system, *range(100, 110)], max_tokens=4, checkpoints=[16])
+    engine.run()
+    for i in range(2, 20):
+        before = len(chat.token_ids)
+        prompt = [*chat.token_ids, *range(100 * i, 100 * i + 10)]
+        chat = engine.add(prompt, max_tokens=4, checkpoints=[16])
+        engine.run()
+        assert chat.num_cached_tokens == (before - 1) // 4 * 4
+    other = engine.add([*system, 99, 98], max_tokens=1)
+    engine.run()
+    assert other.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "llama"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_chats_name_positions_where_only_some_can_be_started_from(name, caching):
+    engine = tiny.engine(name, num_blocks=40, enable_prefix_caching=caching)
+    assert engine.scheduler.kv.uses_checkpoints is (caching and name != "llama")
+    assert engine._chat_prompt.with_checkpoints is engine.scheduler.kv.uses_checkpoints
+
+
 # What the user is told
 
 
 def test_the_start_up_lines_tell_what_windows_hold(tmp_path):
     folder = tiny.write_folder(tmp_path / "tiny", "gemma3_text")
-    config = EngineConfig(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8)
+    config = EngineConfig(
+        num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8,
+        enable_prefix_caching=False,
+    )  # fmt: skip
     lines = list(describe(LLMEngine.from_name(str(folder), config)))
     assert any("store holds 800 (100 blocks of 8" in line for line in lines)
     # 3 blocks a seat; 64 tokens of a step, and a block more a seat.

@@ -2,9 +2,11 @@
 
 from copy import copy
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.kernels.device import change_device
 from tests.support.models import tiny_models as tiny
@@ -85,11 +87,24 @@ def test_scores_that_the_measured_context_does_not_reach_are_counted(model, monk
     """On a CPU every call keeps its scores, and needs 1.5 times their memory."""
     (shape,) = model.attention_shapes
     of_100_keys = shape.num_heads * 32 * 100
+    monkeypatch.setattr(step_peak, "_CALLS_AT_ONCE", 1)
     change_device(monkeypatch, max_scores=2 * of_100_keys, max_gathered_keys=0)
     assert longer_context_bytes(model, 32, 100, 1000) == 1.5 * of_100_keys * shape.dtype.size
     assert longer_context_bytes(model, 32, 200, 1000) == 0
     monkeypatch.setattr(step_peak, "unfused", lambda *_: None)
     assert longer_context_bytes(model, 32, 100, 1000) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("rows", [64, 256, 512])
+def test_the_calls_of_a_long_chunk_stay_within_the_estimate(monkeypatch, name, rows):
+    """Chunks of up to eight calls behind a long context, measured as they are."""
+    device = {"profile_rows": rows, "profile_context": 2048, "max_scores": 1 << 19}
+    change_device(monkeypatch, **device)
+    config = EngineConfig(max_num_batched_tokens=rows, max_num_seqs=1)
+    model = tiny.packed(name)
+    measured = step_peak_bytes(model, config, 2048)
+    assert measured <= step_peak.estimated_step_peak(model, config, 2048) <= 3 * measured
 
 
 def test_profiling_leaves_no_memory_behind(model):
@@ -164,9 +179,39 @@ GROUP_BLOCK = 3 * 8 * BYTES_PER_TOKEN // 3  # bytes of one block of either group
 
 
 def test_a_window_gets_what_all_seats_can_need_and_the_context_the_rest(monkeypatch):
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
     # 9 blocks a window of 64 touches; a step's 64 tokens, and a block more in each seat.
     assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([952, 48], 952 * 8)
+
+
+def test_windows_of_idle_prefixes_get_a_sixteenth_where_contexts_need_the_memory(monkeypatch):
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    (full, window), max_model_len = fitting(monkeypatch, 1000 * GROUP_BLOCK, **options)
+    assert (full, max_model_len) == (1000 * 15 // 16 - 48, full * 8)
+    assert full + window == 1000
+    # A length that was asked for goes first.
+    options["max_model_len"] = 952 * 8
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([952, 48], 952 * 8)
+    options["max_model_len"] = 900 * 8
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([900, 100], 900 * 8)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_memory_that_no_context_needs_is_for_one_window_each_average_prefix(
+    monkeypatch, max_num_seqs
+):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64, "max_model_len": 4096}
+    (full, window), _ = fitting(monkeypatch, 10_000 * GROUP_BLOCK, **options)
+    assert full == max_num_seqs * 4096 // 8
+    assert window == max_num_seqs * 10 + 8 + full // 32 * 9  # 9 blocks of 256 tokens' 32
+    options["enable_prefix_caching"] = False
+    (full, window), _ = fitting(monkeypatch, 10_000 * GROUP_BLOCK, **options)
+    assert window == max_num_seqs * 10 + 8
+
+
+def test_a_window_longer_than_the_context_gets_no_more_blocks_than_the_context(monkeypatch):
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "max_model_len": 48}
+    assert fitting(monkeypatch, 10_000 * GROUP_BLOCK, **options) == ([12, 12], 48)
 
 
 def test_a_crowd_shares_as_if_its_requests_were_four_windows_long(monkeypatch):
@@ -189,11 +234,72 @@ def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
 
 
 def test_num_blocks_counts_the_blocks_of_all_of_the_context():
-    config = EngineConfig(block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16)
+    config = EngineConfig(
+        block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16,
+        enable_prefix_caching=False,
+    )  # fmt: skip
     groups, max_model_len, _ = size_store(windowed(), config)
     assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
     groups, _, _ = size_store(windowed(), replace(config, num_blocks=12))
     assert [g.num_blocks for g in groups] == [12, 12]
+
+
+def test_num_blocks_raises_the_windows_of_idle_prefixes_as_far_as_memory_allows(monkeypatch):
+    options = {"num_blocks": 1000, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    in_all = 1000 + 22 + 282  # 9 of 32, as above
+    model = windowed()
+    peak = step_peak.estimated_step_peak(model, EngineConfig(block_size=8, **options), 100_000)
+    for spare, window in [(0, 304), (-100, 204), (-282, 22), (-290, 22)]:
+        monkeypatch.setattr(
+            sizing, "estimated_step_peak", lambda *_, s=spare: peak - s * GROUP_BLOCK
+        )
+        found = fitting(monkeypatch, in_all * GROUP_BLOCK + peak, **options)
+        assert found == ([1000, window], 8000)
+
+
+@given(
+    windows=st.sampled_from([(None, 16), (None, 64, 64, 64), (None, 8, 128), (64,), (64, 16)]),
+    seats=st.sampled_from([1, 2, 64]),
+    chunk=st.sampled_from([1, 16, 64, 2048]),
+    max_model_len=st.sampled_from([None, None, 7, 48, 300]),
+    num_blocks=st.sampled_from([None, None, 2, 40, 1000]),
+    fraction=st.sampled_from([0.3, 1.0]),
+    room=st.sampled_from([1, 3, 20, 500, 20_000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_idle_windows_cost_no_start_no_length_and_no_window_of_a_request(
+    windows, seats, chunk, max_model_len, num_blocks, fraction, room
+):
+    model = windowed()
+    spec = model.kv_specs[0]
+    model.packed.layout = replace(
+        model.packed.layout, specs=[replace(spec, window=window) for window in windows]
+    )
+    limit = model.weight_bytes + room * len(windows) * 8 * spec.bytes_per_token
+    config = EngineConfig(
+        block_size=8, max_num_seqs=seats, max_num_batched_tokens=chunk, num_blocks=num_blocks,
+        max_model_len=max_model_len, memory_fraction=fraction,
+    )  # fmt: skip
+    found = []
+    with patch.object(backend, "memory_limit", lambda: limit):
+        for caching in (False, True):
+            try:
+                options = replace(config, enable_prefix_caching=caching)
+                found.append(size_store(model, options, lambda *_: 0))
+            except (ConfigError, OutOfMemoryError):
+                continue
+    assert len(found) in (0, 2)
+    if not found:
+        return
+    (plain, length, _), (groups, shorter, _) = found
+    left = limit * (1 if num_blocks else fraction) - model.weight_bytes
+    assert sizing.store_bytes(model, groups, 8) <= left
+    assert shorter == length if max_model_len or num_blocks else shorter >= 0.85 * length
+    for group, before in zip(groups, plain, strict=True):
+        least = group.most_blocks(shorter, min(chunk, shorter), 8)
+        assert min(least, groups[0].num_blocks) <= group.num_blocks <= groups[0].num_blocks
+        if groups[0].num_blocks == plain[0].num_blocks:
+            assert group.num_blocks >= before.num_blocks
 
 
 def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():

@@ -25,7 +25,7 @@ Render = Callable[[Sequence[Message], bool, Mapping[str, Any]], str]
 class ChatPrompt:
     """Makes the prompts of conversations.
 
-    model: the name, for errors.  with_checkpoints: False for models without recurrent layers.
+    model: the name, for errors.  with_checkpoints: whether checkpoints are of use.
     render: None: by the template of `tokenizer`.  encode_text: makes the token ids, as a
     PieceEncoder does; None: the tokenizer.
     """

@@ -77,8 +77,8 @@ class LLMEngine:
         self.pipeline = Pipeline(runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
         self.intake = Intake(model, self.max_model_len, config)
-        keeps_states = caching and self.num_state_slots > 0
-        self._chat_prompt = ChatPrompt(model.tokenizer, model.name, keeps_states)
+        named = self.scheduler.kv.uses_checkpoints
+        self._chat_prompt = ChatPrompt(model.tokenizer, model.name, with_checkpoints=named)
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()

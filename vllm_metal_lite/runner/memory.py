@@ -12,7 +12,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, size_text
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.step_peak import step_peak_bytes
+from vllm_metal_lite.runner.step_peak import estimated_step_peak, step_peak_bytes
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 # Assumed length of the average request, in windows.  Divides memory between windowed layers and
 # full-attention layers.
 _AVERAGE_WINDOWS = 4
+
+# The share of the memory for the store that windows of idle prefixes get before contexts that are
+# longer than max_model_len asks for.
+_IDLE_SHARE = 1 / 16
 
 # The share of the memory for store and checkpoints that checkpoints get.
 _CHECKPOINT_SHARE = 0.25
@@ -40,7 +44,8 @@ def size_store(
     """(KV groups with their blocks, max_model_len, number of state slots) that fit on this device.
 
     peak_of: the bytes that a full step needs beyond weights, states and store.
-    config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
+    config.num_blocks, if given, sizes the first group; the other groups get the most that running
+    requests can need, and what the memory has for windows of idle prefixes.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
     max_model_len exceeds the model's context or the blocks.  A guessed context length only causes a
     warning.
@@ -108,8 +113,7 @@ class _Sizing:
         """The KV groups and the state slots, with num_blocks in the first group."""
         first, *others = kv_groups(self.model.kv_specs)
         groups = [replace(first, num_blocks=num_blocks)]
-        for group in others:
-            groups.append(replace(group, num_blocks=min(num_blocks, self._most_owned(group))))
+        groups += [replace(g, num_blocks=min(num_blocks, self._most_owned(g))) for g in others]
         store = store_bytes(self.model, groups, self.config.block_size)
         left = limit - self.model.weight_bytes - store
         num_state_slots = self._state_slots(left, num_blocks)
@@ -122,7 +126,9 @@ class _Sizing:
                 f"{_gib(store)}), and this device has {_gib(limit)}; lower it",
                 *self._for_states(num_state_slots),
             )
-        return groups, num_state_slots
+        peak = estimated_step_peak(self.model, self.config, self.max_model_len) if others else 0
+        room = self._usable(limit) - (limit + short) - peak
+        return self._with_idle_windows(groups, room), num_state_slots
 
     def fitting(self, limit: int, peak: int) -> tuple[list[KVGroup], int]:
         """The KV groups and the state slots that fit beside a step's peak memory."""
@@ -137,9 +143,10 @@ class _Sizing:
         def size(num_blocks: int) -> int:
             return store_bytes(model, groups(num_blocks), config.block_size)
 
-        fraction = config.memory_fraction or profile().memory_fraction
-        left = limit * fraction - model.weight_bytes - peak
+        left = self._usable(limit) - model.weight_bytes - peak
         most = self._most_owned(first)
+        if self._caches:  # room for idle prefixes, also if each layer has a window
+            most = config.max_num_seqs * self._blocks(self.max_model_len)
         num_state_slots = self._state_slots(left, most)
         left -= num_state_slots * model.state_bytes
         if left < size(1):
@@ -147,15 +154,37 @@ class _Sizing:
                 f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
                 f"{self._states(num_state_slots)} + a step of "
                 f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
-                f"{_gib(size(1))}, and only {_gib(limit * fraction)} of {_gib(limit)} may be used; "
-                "lower ",
+                f"{_gib(size(1))}, and only {_gib(self._usable(limit))} of {_gib(limit)} may be "
+                "used; lower ",
                 Option("max_num_batched_tokens"),
                 *self._for_states(num_state_slots),
                 " or raise ",
                 Option("memory_fraction"),
             )
         # Blocks of a purely recurrent model hold no data; they only count tokens.
-        return groups(bisect_right(range(most + 1), left, key=size) - 1), num_state_slots
+        num_blocks = bisect_right(range(most + 1), left, key=size) - 1
+        if self._caches and any(self._most_owned(g) < self._share(g) * num_blocks for g in others):
+            asked = self._blocks(config.max_model_len or 0)
+            fewer = bisect_right(range(most + 1), left * (1 - _IDLE_SHARE), key=size) - 1
+            num_blocks = max(fewer, min(num_blocks, asked))
+        return self._with_idle_windows(groups(num_blocks), left - size(num_blocks)), num_state_slots
+
+    def _with_idle_windows(self, groups: list[KVGroup], room: float) -> list[KVGroup]:
+        """The groups, with windows of idle prefixes as far as `room` bytes hold them: at most one
+        for each average request that the first group holds."""
+        if not self._caches or room <= 0:
+            return groups
+        num_blocks = groups[0].num_blocks
+        wanted = [math.ceil(self._share(group) * num_blocks) for group in groups]
+        idle = [
+            replace(group, num_blocks=min(most, num_blocks - group.num_blocks))
+            for group, most in zip(groups, wanted, strict=True)
+        ]
+        part = min(room / max(store_bytes(self.model, idle, self.config.block_size), 1), 1)
+        return [
+            replace(group, num_blocks=group.num_blocks + int(part * more.num_blocks))
+            for group, more in zip(groups, idle, strict=True)
+        ]
 
     def _state_slots(self, left: float, num_blocks: int) -> int:
         """Slots of recurrent states: one per seat, and those of checkpoints.
@@ -169,35 +198,50 @@ class _Sizing:
         config, seats, size = self.config, self.config.max_num_seqs, self.model.state_bytes
         if not size:
             return 0
-        if not self.model.caches_prefixes(config):
+        if not self._caches:
             return seats
         if config.state_cache_gib is not None:
             return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
         fitting = max(int((left - seats * size) * _CHECKPOINT_SHARE / size), 0)
         return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
 
+    @property
+    def _caches(self) -> bool:
+        return self.model.caches_prefixes(self.config)
+
+    def _usable(self, limit: int) -> float:
+        return limit * (self.config.memory_fraction or profile().memory_fraction)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
     def _most_owned(self, group: KVGroup) -> int:
         """The largest number of blocks that all seats can own during a step."""
         seats, size = self.config.max_num_seqs, self.config.block_size
-        all_seats = seats * -(-self.max_model_len // size)
         # Each seat's new tokens may start in a partly filled block.
-        new_blocks = seats + -(-self.config.max_num_batched_tokens // size)
-        return min(all_seats, seats * group.most_blocks(self.max_model_len, 1, size) + new_blocks)
+        new_blocks = seats + self._blocks(self.config.max_num_batched_tokens)
+        owned = seats * group.most_blocks(self.max_model_len, 1, size) + new_blocks
+        return min(seats * self._blocks(self.max_model_len), owned)
 
     def _windowed_blocks(self, num_blocks: int, group: KVGroup) -> int:
         """Blocks of a windowed group when the first group has num_blocks.
 
-        The share is that of an average request, but at most what the group can ever own.  An
-        average request is some windows long, at most half of the longest.  A larger share favours
-        short requests, a smaller share long contexts.  One request and a step of its tokens always
-        fit.
+        The share is that of an average request, but at most what the group can ever own.  A larger
+        share favours short requests, a smaller share long contexts.  One request and a step of its
+        tokens always fit.
         """
-        size, longest = self.config.block_size, self.max_model_len
-        average = min(_AVERAGE_WINDOWS * (group.window or longest), longest // 2)
-        share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
-        least = group.most_blocks(longest, self.config.max_num_batched_tokens, size)
+        config, longest = self.config, self.max_model_len
+        least = group.most_blocks(longest, config.max_num_batched_tokens, config.block_size)
         most = min(num_blocks, self._most_owned(group))
-        return min(most, max(math.ceil(share * num_blocks), least))
+        return min(most, max(math.ceil(self._share(group) * num_blocks), least))
+
+    def _share(self, group: KVGroup) -> float:
+        """The blocks of a windowed group beside each block of the first group, for an average
+        request.  This is some windows long, at most half of the longest."""
+        longest = self.max_model_len
+        average = min(_AVERAGE_WINDOWS * (group.window or longest), longest // 2)
+        own = group.most_blocks(average, 1, self.config.block_size)
+        return own / max(self._blocks(average), 1)
 
     def _states(self, num_slots: int) -> str:
         """The part of a message about recurrent states."""

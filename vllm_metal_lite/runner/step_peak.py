@@ -20,6 +20,9 @@ from vllm_metal_lite.model.loader import LoadedModel
 _EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
 # Peak of a call by products, in sizes of its scores: measured 1.4, and 3.4 with sinks.
 _COPIES, _COPIES_WITH_SINKS = 1.5, 3.5
+# The scores of earlier calls are still in memory while MLX prepares the next call: measured on a
+# CPU, four calls without their copies.
+_CALLS_AT_ONCE = 3
 
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
@@ -67,7 +70,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     """As `step_peak_bytes`, from the shapes of the model's weights; nothing runs.
 
     Counts the outputs of a layer's products, twice to cover the values between them; the K and V
-    of one layer's context and the scores of a call that keeps them; the logits of all sampled rows,
+    of one layer's context and the scores of calls that keep them; the logits of all sampled rows,
     their float32 copy and its softmax.
     """
     full, rows, context = _profiled_sizes(config, max_model_len)
@@ -110,7 +113,7 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
 
 
 def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
-    """The most scores that one call keeps in memory, with copies; 0 if MLX fuses all calls.
+    """The most scores that calls keep in memory, with copies; 0 if MLX fuses all calls.
 
     rows: those of one request.
     """
@@ -119,7 +122,7 @@ def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
         if unfused(shape.num_heads, shape.k_head_dim, shape.softcap) is None:
             continue
         keys = context if shape.window is None else min(context, shape.window + rows)
-        scores = min(shape.num_heads * rows * keys, profile().max_scores)
+        scores = min(shape.num_heads * rows * keys, _CALLS_AT_ONCE * profile().max_scores)
         copies = _COPIES_WITH_SINKS if shape.sinks else _COPIES
         most = max(most, copies * scores * shape.dtype.size)
     return int(most)

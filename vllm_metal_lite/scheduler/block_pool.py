@@ -120,6 +120,12 @@ class BlockPool:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
 
+    def evict_last(self, block_ids: Sequence[int]) -> None:
+        """Cached blocks of a sequence count as used just now; others stay as they are."""
+        for block in reversed(block_ids):
+            if block in self._cached:
+                self._cached.move_to_end(block)
+
     def name(self, block_id: int, name: bytes) -> bool:
         """Name an owned, full block; False if another block already has this name."""
         if name in self._by_name:

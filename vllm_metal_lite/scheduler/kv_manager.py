@@ -7,6 +7,7 @@ group's window are released; their entries stay in the table but are no longer r
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
 from vllm_metal_lite.scheduler.checkpoints import end_of_turn, plan_checkpoints
@@ -26,8 +27,8 @@ class PrefixHit:
     """The longest prefix that a request can start behind.
 
     tables: the block tables of its blocks.  num_tokens: the length of the prefix.  num_in_blocks:
-    tokens whose blocks are known; more than num_tokens if their end has no state.  state_slot: of
-    the state at the end.
+    tokens that the full groups know; more than num_tokens if a window or the state is missing at
+    their end.  state_slot: of the state at the end.
     """
 
     tables: list[BlockTable]
@@ -129,6 +130,8 @@ class KVCacheManager:
             wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
             planned = plan_checkpoints(request.num_tokens, hit.num_tokens, boundary, found, wanted)
             request.kept_positions = [p.position for p in planned if not p.disposable]
+            request.kept_positions.append(hit.num_tokens)  # others may start there too
+            self._use_named_windows(request, hit.num_tokens)
             request.planned = [] if self.states is None else planned
 
     def _continue_turn(
@@ -144,6 +147,16 @@ class KVCacheManager:
         places = [last_boundary(at) // size for at in positions if at <= hit.num_tokens]
         names = [request.block_names[place - 1] for place in places if place]
         states.continue_from(request, end, hit.state_slot, hit.num_tokens, names)
+
+    def _use_named_windows(self, request: Request, most: int) -> None:
+        """The whole windows before positions that the request names count as used just now."""
+        places = [at // self.block_size for at in request.checkpoint_positions if at <= most]
+        for place, (_, group, pool) in product(places, self._windowed):
+            first = group.first_block(place * self.block_size, self.block_size)
+            found = map(pool.lookup, request.block_names[first:place])
+            blocks = [block for block in found if block is not None]
+            if len(blocks) == place - first:
+                pool.evict_last(blocks)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;
@@ -193,6 +206,11 @@ class KVCacheManager:
 
     # Prefix cache
 
+    @property
+    def uses_checkpoints(self) -> bool:
+        """Whether requests can start at some positions only: by their states, or their windows."""
+        return self.enable_caching and (self.states is not None or bool(self._windowed))
+
     def reads_cache(self, request: Request) -> bool:
         """Whether a request may start behind a cached prefix."""
         return self.enable_caching and not request.skip_prefix_cache_read
@@ -216,7 +234,7 @@ class KVCacheManager:
     def longest_prefix(
         self, request: Request, find: Sequence[Find], find_state: Find | None
     ) -> tuple[int, int]:
-        """How many blocks of a request can be used again: by the blocks, and by the states too.
+        """How many blocks of a request the full groups know, and how many can be used again.
 
         find: a look-up of blocks for each group.  find_state: None if there are no states.
         """
@@ -225,7 +243,8 @@ class KVCacheManager:
         for group, found in zip(self.groups, find, strict=True):
             if group.window is None:
                 length = next((i for i in range(length) if found(names[i]) is None), length)
-        in_blocks = length = self._whole_windows(request, length, find)
+        whole = self._whole_windows(request, length, find)
+        in_blocks, length = length if self.groups[0].window is None else whole, whole
         while find_state is not None and length and find_state(names[length - 1]) is None:
             length = self._whole_windows(request, length - 1, find)
         return in_blocks, length

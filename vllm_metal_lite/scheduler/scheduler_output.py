@@ -56,7 +56,7 @@ class Checkpoint:
 class TokenCounts:
     """Under their names as metrics.
 
-    prefix_cache_lost_tokens: in cached blocks, but without a recurrent state at their end.
+    prefix_cache_lost_tokens: in cached blocks, but no state or window is at their end.
     """
 
     recomputed_tokens: int = 0

@@ -85,8 +85,7 @@ class StateSlots:
             if (slot := self.pool.lookup(name)) is not None:
                 self._take_over(slot, request)
                 self._checkpoints[slot].disposable = False
-                self.pool.touch([slot])
-                self.pool.free([slot])  # used just now, so it is evicted last
+                self.pool.evict_last([slot])
 
     def _take_over(self, slot: int, request: Request) -> None:
         """Move a checkpoint of the earlier turn to the request's own."""

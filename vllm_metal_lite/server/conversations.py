@@ -79,15 +79,14 @@ async def render(
 
     to_run: False to get only the tokens.
     """
-    facts = model.facts
-    with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
+    with_checkpoints = to_run and model.facts.uses_checkpoints
     return await offload(render_prompt, model, conversation, with_checkpoints)
 
 
 def render_prompt(
     model: TextModel, conversation: ChatRequest, with_checkpoints: bool
 ) -> RenderedPrompt:
-    """with_checkpoints: for models with recurrent layers."""
+    """with_checkpoints: for models whose requests can start at some positions only."""
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))

@@ -21,7 +21,7 @@ _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 class ModelFacts:
     """Facts about an engine and its model, for the server.
 
-    has_states: the model has recurrent layers, so checkpoints are of use.
+    uses_checkpoints: requests can start at some positions only, so checkpoints are of use.
     num_blocks: of the first KV group.  description: lines for the user.
     """
 
@@ -31,8 +31,7 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: dict[str, Any]
-    has_states: bool
-    caches_prefixes: bool
+    uses_checkpoints: bool
     block_size: int
     num_blocks: int
     max_num_seqs: int

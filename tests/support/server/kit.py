@@ -30,7 +30,7 @@ def user(content: Any) -> dict[str, Any]:
 
 def text_model(tokenizer: Any, name: str = "demo") -> TextModel:
     """A model that has a tokenizer alone."""
-    facts = {"has_states": False, "caches_prefixes": True, "max_model_len": 1 << 16}
+    facts = {"uses_checkpoints": False, "max_model_len": 1 << 16}
     return TextModel(SimpleNamespace(name=name, **facts), tokenizer)
 
 

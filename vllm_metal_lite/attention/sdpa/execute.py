@@ -42,7 +42,7 @@ def execute_calls(
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
     scores = call.scores
     limits = unfused(q.shape[1], q.shape[2], scores.softcap)
-    planned, outputs = plan.step_calls(kv_group, call, limits), []
+    planned, outputs = plan.step_calls(kv_group, call, limits), list[mx.array]()
     parts = planned.queries.cut(q if planned.q_rows is None else take(q, planned.q_rows))
     gathered = _keys_and_values(planned, read, latent=call.q_pe is not None)
     for one, queries, (k, v) in zip(planned.calls, parts, gathered, strict=True):
@@ -50,6 +50,8 @@ def execute_calls(
             mask = one.mask(q.dtype)
             out = _sdpa(queries, k, v, scale=scores.scale, mask=mask, sinks=scores.sinks)
         else:
+            if outputs:  # MLX would else begin all calls, and keep the scores of all in memory
+                (queries,) = mx.depends([queries], outputs[-1:])
             out = _by_products(queries, k, v, one, scores)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
