@@ -1,11 +1,13 @@
 """How long steps take on this machine, by their number of rows."""
 
+import math
 from collections import deque
 
 _KEPT = 9  # times of one width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
 _MIN_KNOWN = 4
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
+_TRIES = 0.1  # the most of all time that goes to widths which are not known yet
 
 
 def width(num_rows: int) -> int:
@@ -18,15 +20,37 @@ class Pace:
 
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
+        # Of all steps; of those with drafts whose width was not known yet.
+        self._seconds = self._tried = 0.0
 
     def record(self, num_rows: int, drafted: bool, seconds: float) -> None:
         key = drafted, width(num_rows)
-        self._times.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
+        times = self._times.setdefault(key, deque(maxlen=_KEPT))
+        self._seconds += seconds
+        self._tried += seconds * (drafted and len(times) < _MIN_KNOWN)
+        times.append(seconds)
 
     def ratio(self, num_decodes: int, num_rows: int) -> float:
-        """How much longer a drafted step of num_rows takes than a plain one of num_decodes."""
-        plain = self._times.get((False, width(num_decodes)), ())
-        drafted = self._times.get((True, width(num_rows)), ())
-        if min(len(plain), len(drafted)) < _MIN_KNOWN:
+        """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
+
+        Infinite: no drafts now, because plain steps must be measured, or because other widths took
+        too much time.  The first step of a width may take as long as hundreds of others.
+        """
+        rows = width(num_rows)
+        plain, drafted = self._known(False, width(num_decodes)), self._known(True, rows)
+        if plain and drafted:
+            return drafted / plain
+        is_new = (True, rows) not in self._times
+        if drafted or (is_new and self._tried > _TRIES * self._seconds):
+            return math.inf
+        if not plain:
             return _UNKNOWN
-        return min(drafted) / min(plain)
+        narrower = [
+            self._known(True, w) for is_drafted, w in self._times if is_drafted and w < rows
+        ]
+        return max([_UNKNOWN, *(seconds / plain for seconds in narrower)])
+
+    def _known(self, drafted: bool, rows: int) -> float:
+        """The seconds of steps of one width; 0 until they are known."""
+        times = self._times.get((drafted, rows), ())
+        return min(times) if len(times) >= _MIN_KNOWN else 0.0
