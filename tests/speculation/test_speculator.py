@@ -122,17 +122,6 @@ def test_widths_are_tried_within_a_tenth_of_the_time():
     assert 80 < pace._seconds < 81
 
 
-def test_an_unknown_width_takes_no_less_than_a_known_narrower_one():
-    pace = Pace()
-    for rows, drafted, seconds in ((8, False, 1.0), (32, True, 1.7)):
-        for _ in range(4):
-            pace.record(rows, drafted, seconds)
-    for _ in range(60):
-        pace.record(8, False, 1.0)
-    assert pace.ratio(8, 64) == pytest.approx(1.7)
-    assert pace.ratio(8, 16) == pytest.approx(1.25)
-
-
 def test_steps_with_prompts_say_nothing_about_pace():
     drafting, (request,) = speculator()
     out = SchedulerOutput([Segment(request, 0, 1, ()), Segment(request, 0, 9, ())], 1, 10)

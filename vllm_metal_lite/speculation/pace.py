@@ -20,8 +20,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
-        # Of all steps; of those with drafts whose width was not known yet.
-        self._seconds = self._tried = 0.0
+        self._seconds = self._tried = 0.0  # of all steps; of drafted ones of unknown widths
 
     def record(self, num_rows: int, drafted: bool, seconds: float) -> None:
         key = drafted, width(num_rows)
@@ -33,24 +32,18 @@ class Pace:
     def ratio(self, num_decodes: int, num_rows: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
 
-        Infinite: no drafts now, because plain steps must be measured, or because other widths took
-        too much time.  The first step of a width may take as long as hundreds of others.
+        Infinite: plain steps must be measured first, or a new width must wait, because its first
+        step compiles.
         """
-        rows = width(num_rows)
-        plain, drafted = self._known(False, width(num_decodes)), self._known(True, rows)
+        plain, drafted = self._known(False, num_decodes), self._known(True, num_rows)
         if plain and drafted:
             return drafted / plain
-        is_new = (True, rows) not in self._times
+        is_new = (True, width(num_rows)) not in self._times
         if drafted or (is_new and self._tried > _TRIES * self._seconds):
             return math.inf
-        if not plain:
-            return _UNKNOWN
-        narrower = [
-            self._known(True, w) for is_drafted, w in self._times if is_drafted and w < rows
-        ]
-        return max([_UNKNOWN, *(seconds / plain for seconds in narrower)])
+        return _UNKNOWN
 
-    def _known(self, drafted: bool, rows: int) -> float:
-        """The seconds of steps of one width; 0 until they are known."""
-        times = self._times.get((drafted, rows), ())
+    def _known(self, drafted: bool, num_rows: int) -> float:
+        """The seconds of steps of this width; 0 until they are known."""
+        times = self._times.get((drafted, width(num_rows)), ())
         return min(times) if len(times) >= _MIN_KNOWN else 0.0

@@ -107,9 +107,8 @@ class KernelAttention:
 
         The host takes longer to build a small step than the device to run it, which delays decodes
         beside the prompts.  So such a step is compiled, which needs shapes that repeat: those of
-        kernels that read the store in place, and those of a prompt alone, whose first token waits
-        for the host.  The sizes of several prompts without decodes rarely repeat.  Decodes with
-        drafts count as prompts here.
+        kernels that read the store in place, or of a prompt alone, whose first token waits for the
+        host.  Sizes of several prompts rarely repeat.  Decodes with drafts count as prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
@@ -125,12 +124,10 @@ class KernelAttention:
         return SdpaPlan(prompts, num_rows)
 
     def _takes_one_call(self, batch: ForwardBatch) -> bool:
-        """Whether a step is one prompt from its first token on, and MLX's SDPA fuses "causal" calls
-        in all layers, whose windows hold the prompt."""
+        """Whether a step is one prompt, for which all layers take one fused "causal" call."""
         length = batch.num_tokens
-        if batch.num_segments > 1 or batch.seq_lens[0] > length:
-            return False
-        return not any(
+        is_whole = batch.num_segments == 1 and batch.seq_lens[0] == length
+        return is_whole and not any(
             s.latent
             or unfused(s.num_heads, s.k_head_dim, s.softcap)
             or length > min(s.window or length, s.attention_chunk or length)

@@ -124,9 +124,8 @@ class KernelStepAttention:
             outputs.append(self._sdpa(rows[count:], prompts, call))
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         out = out.astype(q.dtype)
-        is_traced = self.step.batch is None
-        if self.step.num_rows >= profile().submitted_rows and not is_traced:
-            mx.async_eval(out)  # the device works while the host builds the next layer
+        if self.step.num_rows >= profile().submitted_rows and self.step.batch is not None:
+            mx.async_eval(out)  # not traced: the device works while the host builds the next layer
         return out
 
     def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:

@@ -78,8 +78,7 @@ class StepCalls:
 
 
 class WholePrompt(NamedTuple):
-    """A step of one prompt from its first token on, which takes one "causal" call.  Its shapes
-    repeat, so it can be compiled.
+    """One prompt from its first token on: one "causal" call, whose shapes repeat.
 
     slots: (num_rows,) int32 per KV group.  Padding repeats the first slot; no real row sees it.
     """
