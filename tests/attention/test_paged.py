@@ -12,9 +12,11 @@ from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
 from vllm_metal_lite import SamplingParams
+from vllm_metal_lite.attention.paged import attention as planning
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa import execute as sdpa_run
+from vllm_metal_lite.attention.sdpa.calls import WholePrompt
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.registry import Verdict
@@ -44,6 +46,20 @@ def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits):
     monkeypatch.setattr(sdpa_run, "unfused", lambda *_: None)
     case = KernelCase(RAGGED, prefill="gather", sinks=True, dim=64, bits=bits)
     check(case, padding=3, **how)
+
+
+@pytest.mark.parametrize("window", [None, 25, 24])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_prompt_alone_by_the_call_that_a_gpu_fuses(monkeypatch, window, bits):
+    """One call for all rows, padding included, unless a window is shorter than the prompt."""
+    for module in (sdpa_run, planning):
+        monkeypatch.setattr(module, "unfused", lambda *_: None)
+    change_device(monkeypatch, rows_as_decodes=0)
+    case = KernelCase([(0, 25)], prefill="gather", sinks=True, dim=64, bits=bits)
+    case.shapes = [replace(case.shapes[0], window=window)]
+    plan = KernelAttention(case.store, "gather", case.shapes).prepare(case.batch, 28).plan
+    assert isinstance(plan.prompts, WholePrompt) == plan.repeats == (window != 24)
+    check(case, padding=3, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -21,6 +21,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.rounding import of_16_bits
 from tests.support.replay.record import use_kernels
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.paged import attention as planning
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
@@ -219,6 +220,36 @@ def test_chunks_beside_decodes_give_the_same_tokens(name, how, decodes, budget, 
                 assert output.outputs[0].token_ids == alone
     assert engine.runner.compiled.reason is None
     assert engine.metrics()["compiled_steps"] > engine.metrics()["steps"] // 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama/window"])
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_a_prompt_alone_is_compiled_when_its_size_comes_again(prefill, name, monkeypatch):
+    """Four lengths are one size.  Prompts longer than the window take several calls of SDPA."""
+    monkeypatch.setattr(planning, "unfused", lambda *_: None)  # MLX fuses "causal" calls
+    engine = make_engine(name, prefill, enable_prefix_caching=False)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    for length in (17, 32, 21, 30):
+        prompt = tiny.prompts(1, length, length, seed=length)[0]
+        (got,) = tokens_of(engine, prompts=[prompt])
+        assert got == tiny.alone(tiny.native(name), prompt, GREEDY.max_tokens)
+    assert len(steps) == (0 if (prefill, name) == ("gather", "llama/window") else 3)
+
+
+def test_a_large_step_is_submitted_layer_by_layer(monkeypatch):
+    """But not while it is traced, or if it is small."""
+    Stubs(monkeypatch)
+    change_device(monkeypatch, submitted_rows=32)
+    engine = use_kernels(tiny.engine("qwen3", enable_prefix_caching=False), "gather", NO_FUSION)
+    submitted, submit = [], mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *a: [submitted.append(a), submit(*a)])
+    for length, layers in ((20, 1), (8, 0)):
+        submitted.clear()
+        tokens_of(engine, replace(GREEDY, max_tokens=1), tiny.prompts(1, length, length))
+        assert len(submitted) == 1 + layers * len(engine.runner.attention.store.specs)
+    engine.runner.compiled.reason = None
+    tokens_of(engine, GREEDY, tiny.prompts(1, 20, 20))
+    assert engine.runner.num_compiled_steps > 10
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """Drafts only where the expected tokens a second rise."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,38 @@ def test_a_first_step_that_compiles_does_not_count():
     pace.record(8, True, 1.3)
     assert pace.ratio(1, 8) == pytest.approx(1.2)
     assert [width(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+
+
+@pytest.mark.parametrize(("seconds", "drafts"), [(9.0, 31), (40.0, 0)])
+def test_plain_steps_are_measured_too_where_everything_repeats(seconds, drafts):
+    """Otherwise steps with drafts, however slow, would never be compared."""
+    drafting, requests = speculator(4)
+    assert lengths(drafting, requests) == [MAX_DRAFT] * 4
+    tell(drafting, requests, 128, seconds, drafts=31, accepted=31)
+    assert lengths(drafting, requests) == [0] * 4
+    assert not drafting.wants(requests)
+    tell(drafting, requests, 4, 1.0)
+    assert lengths(drafting, requests) == [drafts] * 4
+
+
+def test_widths_are_tried_within_a_tenth_of_the_time():
+    """The first step of each width compiles for eight seconds, as on CUDA."""
+    pace, seen = Pace(), set()
+
+    def step(rows, drafted):
+        pace.record(rows, drafted, 0.01 if (drafted, width(rows)) in seen else 8.0)
+        seen.add((drafted, width(rows)))
+
+    for _ in range(4):
+        step(8, False)
+    assert pace.ratio(8, 256) == pytest.approx(1.25)
+    for _ in range(4):
+        step(256, True)  # a width that was begun is finished
+        assert pace.ratio(8, 256) < 2
+    assert pace.ratio(8, 128) == pace.ratio(8, 64) == math.inf
+    while math.isinf(pace.ratio(8, 128)):
+        step(8, False)
+    assert 80 < pace._seconds < 81
 
 
 def test_steps_with_prompts_say_nothing_about_pace():

@@ -24,7 +24,8 @@ class Seats:
         tokens = np.array(request.token_ids, np.int32)
         first_scored = answer.prompt_logprobs_from
         request.req_index = self._inputs.add(tokens, request.num_prompt_tokens, first_scored)
-        self.update_sampler(answer)
+        if answer.pooling is None or answer.score_token_ids:  # otherwise it draws no token
+            self.update_sampler(answer)
 
     def remove(self, request: Request) -> None:
         """Free the seat of a request, if it has one."""

@@ -10,7 +10,8 @@ from functools import partial
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.execute import execute_calls
+from vllm_metal_lite.attention.sdpa.calls import WholePrompt
+from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -73,6 +74,9 @@ class ArrayStepAttention(ReferenceStepAttention):
             # Planned before the step is traced, for what the layers need.
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
+        elif isinstance(prompts, WholePrompt):
+            k, v = self._gather(layer, prompts.slots[group])
+            outputs.append(attend_whole_prompt(rows, k, v, call.scores))
         elif prompts is not None:
             outputs.append(execute_calls(prompts, group, rows, call, partial(self._gather, layer)))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)

@@ -16,7 +16,8 @@ from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_row
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
+from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.segments import prompts_of
 from vllm_metal_lite.attention.step_arrays import make_step, upload_padded
 from vllm_metal_lite.backend import mx
@@ -50,6 +51,7 @@ class KernelAttention:
         failed_kernels: Collection[str] = (),
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
+        self._shapes = tuple(shapes)
         self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
         self._unused = unused_kernels(self.failed_kernels)
         decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
@@ -100,13 +102,13 @@ class KernelAttention:
 
     def _plan_prompts(
         self, batch: ForwardBatch, first: int, num_rows: int
-    ) -> VarlenPrompts | SdpaPlan:
+    ) -> VarlenPrompts | WholePrompt | SdpaPlan:
         """The prompts from segment `first` on, padded to num_rows rows.
 
         The host takes longer to build a small step than the device to run it, which delays decodes
-        beside the prompts.  So such a step is compiled, which needs shapes that repeat, and only
-        kernels that read the store in place have these.  A step of prompts alone delays no decode,
-        and its sizes rarely repeat.  Decodes with drafts count as prompts here.
+        beside the prompts.  So such a step is compiled, which needs shapes that repeat: those of
+        kernels that read the store in place, or of a prompt alone, whose first token waits for the
+        host.  Sizes of several prompts rarely repeat.  Decodes with drafts count as prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
@@ -114,5 +116,20 @@ class KernelAttention:
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
-            return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, small)
+            repeats = small or batch.num_segments == 1
+            return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, repeats)
+        if self._takes_one_call(batch):
+            slots = (batch.slot_mapping(group) for group in range(len(batch.block_tables)))
+            return WholePrompt(tuple(upload_padded(s, num_rows, int(s[0])) for s in slots))
         return SdpaPlan(prompts, num_rows)
+
+    def _takes_one_call(self, batch: ForwardBatch) -> bool:
+        """Whether a step is one prompt, for which all layers take one fused "causal" call."""
+        length = batch.num_tokens
+        is_whole = batch.num_segments == 1 and batch.seq_lens[0] == length
+        return is_whole and not any(
+            s.latent
+            or unfused(s.num_heads, s.k_head_dim, s.softcap)
+            or length > min(s.window or length, s.attention_chunk or length)
+            for s in self._shapes
+        )

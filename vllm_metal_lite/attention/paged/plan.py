@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kernels.launch import power_of_two
@@ -20,7 +20,7 @@ class PagedPlan(NamedTuple):
     """
 
     decodes: Decodes | None
-    prompts: VarlenPrompts | SdpaPlan | None
+    prompts: VarlenPrompts | WholePrompt | SdpaPlan | None
     positions: mx.array | None
     recurrent: SegmentPlan | None
 

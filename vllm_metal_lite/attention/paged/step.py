@@ -8,9 +8,10 @@ from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
-from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
-from vllm_metal_lite.attention.sdpa.execute import execute_calls, take_rows
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
+from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls, take_rows
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
@@ -122,7 +123,10 @@ class KernelStepAttention:
         elif prompts is not None:
             outputs.append(self._sdpa(rows[count:], prompts, call))
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return out.astype(q.dtype)
+        out = out.astype(q.dtype)
+        if self.step.num_rows >= profile().submitted_rows and self.step.batch is not None:
+            mx.async_eval(out)  # not traced: the device works while the host builds the next layer
+        return out
 
     def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: AttentionCall) -> mx.array:
         store, scores, shared = self._store(call.layer), call.scores, decodes.prefix
@@ -162,9 +166,11 @@ class KernelStepAttention:
             out, self.ticket = varlen_prefill(q, metadata, store, call.scores)
         return out
 
-    def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: AttentionCall) -> mx.array:
+    def _sdpa(self, q: mx.array, prompts: WholePrompt | SdpaPlan, call: AttentionCall) -> mx.array:
         take = take_rows if "gather_rows" in self.unused_kernels else gather_rows
         group, gather = self.store.group_of[call.layer], partial(self._gather, call.layer)
+        if isinstance(prompts, WholePrompt):
+            return attend_whole_prompt(q, *gather(prompts.slots[group]), call.scores)
         return execute_calls(prompts, group, q, call, gather, take)
 
     def _gather(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:

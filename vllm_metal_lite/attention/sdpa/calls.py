@@ -1,6 +1,7 @@
 """The SDPA calls that cover a step, on the device."""
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,6 +75,16 @@ class StepCalls:
         for slots, begins in joint_gathers(planned, profile().max_gathered_keys):
             cut = Joined([next(shapes) for _ in begins], begins)
             self.gathers.append((mx.array(slots), cut))
+
+
+class WholePrompt(NamedTuple):
+    """One prompt from its first token on: one "causal" call, whose shapes repeat.
+
+    slots: (num_rows,) int32 per KV group.  Padding repeats the first slot; no real row sees it.
+    """
+
+    slots: tuple[mx.array, ...]
+    repeats: bool = True
 
 
 class SdpaPlan:

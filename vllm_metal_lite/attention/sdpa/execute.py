@@ -58,6 +58,13 @@ def execute_calls(
     return out if planned.place is None else take(out, planned.place)
 
 
+def attend_whole_prompt(q: mx.array, k: mx.array, v: mx.array, scores: Scores) -> mx.array:
+    """Causal attention of q (num_rows, H, D) to k and v (num_kv_heads, num_rows, head_dim)."""
+    q, k, v = q.swapaxes(0, 1)[None], k[None], v[None]
+    out = _sdpa(q, k, v, scale=scores.scale, mask="causal", sinks=scores.sinks)
+    return out[0].swapaxes(0, 1)
+
+
 def _keys_and_values(
     planned: StepCalls, read: ReadKeys, latent: bool
 ) -> Iterator[tuple[mx.array, mx.array]]:

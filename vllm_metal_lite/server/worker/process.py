@@ -3,6 +3,7 @@
 The process ends when the server says so, or when the server ends.
 """
 
+import gc
 import logging
 import os
 import time
@@ -63,6 +64,8 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
             parts = e.parts if isinstance(e, MetalLiteError) else (why,)
             server.call("failed", [FILES, FACTS], ModelLoadError(*parts))
             return
+        gc.collect()  # as in the server's own process (lifecycle.py)
+        gc.freeze()
         server.call("replied", FACTS, facts_of(engine))
         Worker(engine, pipe, server).run()
         engine.runner.synchronize()  # the device may still compute a step
