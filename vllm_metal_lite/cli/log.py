@@ -21,7 +21,7 @@ class _Lines(logging.Handler):
     _open = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # nobody reads stderr: the line is lost, and the work goes on
+        with suppress(OSError):  # nobody reads stderr: the line is lost, and the work continues
             self._show(record)
 
     def _show(self, record: logging.LogRecord) -> None:

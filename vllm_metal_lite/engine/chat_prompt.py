@@ -92,8 +92,9 @@ def by_template(
     given = dict(variables)
     if "enable_thinking" in given:  # Python code that comes with a model may have another name
         given[tokenizer._thinking_kwarg] = given.pop("enable_thinking")
-    by_transformers = partial(tokenizer._tokenizer.apply_chat_template, tokenize=False)
-    render = tokenizer._chat_template or by_transformers
+    render = tokenizer._chat_template
+    if render is None:  # without `partial`: a variable named `tokenize` must raise
+        render, given = tokenizer._tokenizer.apply_chat_template, dict(tokenize=False, **given)
     text: str = render(list(messages), add_generation_prompt=add_generation_prompt, **given)
     return text
 

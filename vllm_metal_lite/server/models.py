@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
-_UNWANTED_SECONDS = 60.0  # for which a load goes on after its last request has left
+_UNWANTED_SECONDS = 60.0  # for which a load continues after its last request has left
 
 
 class _Unwanted(Exception):
