@@ -182,4 +182,13 @@ def test_log_probabilities_of_a_request_have_a_limit(num_prompt_tokens, asked, w
     params = SamplingParams(**{"max_tokens": None, **asked})
     refused = pytest.raises(ApiError, match=words) if words else nullcontext()
     with refused:
-        limits.check_logprobs(num_prompt_tokens, 100_000, params)
+        limits.check_logprobs([num_prompt_tokens], 100_000, params)
+
+
+def test_log_probabilities_of_all_prompts_of_a_request_are_counted(http):
+    body = {"prompt": [[5] * 400] * 30, "max_tokens": 1, "prompt_logprobs": 20}
+    error = http.post("/v1/completions", json=body).json()["error"]
+    assert "12,000 prompt tokens asks for 252,000" in error["message"]
+    body = {"prompt": [[5]] * 8, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
+    error = http.post("/v1/completions", json=body).json()["error"]
+    assert "32,000 tokens of 8 answers asks for 672,000" in error["message"]

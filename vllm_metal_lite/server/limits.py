@@ -4,7 +4,7 @@ Work on a request holds Python's lock, which stops all other requests: a large r
 parse, and a small one may ask for much work.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_metal_lite.errors import shorten
@@ -109,12 +109,17 @@ def num_characters(value: Any) -> int:
     return count
 
 
-def check_logprobs(num_prompt_tokens: int, max_model_len: int, params: SamplingParams) -> None:
-    """Raise ApiError (400) for too many log-probabilities of a prompt, or of several answers."""
-    room = max_model_len - num_prompt_tokens
-    answers = params.n * min(params.max_tokens or room, room) if params.n > 1 else 0
-    of_prompt = num_prompt_tokens, "prompt tokens", MAX_PROMPT_LOGPROBS
-    of_answers = answers, f"tokens of n={params.n} answers", MAX_LOGPROBS_OF_ANSWERS
+def check_logprobs(lengths: Sequence[int], max_model_len: int, params: SamplingParams) -> None:
+    """Raise ApiError (400) for too many log-probabilities of all prompts, or of several answers.
+
+    lengths: tokens of each prompt.
+    """
+    rooms = [max(max_model_len - length, 0) for length in lengths]
+    tokens = params.n * sum(min(params.max_tokens or room, room) for room in rooms)
+    count = f"n={params.n}" if len(lengths) == 1 else f"{params.n * len(lengths)}"
+    answers = 0 if count == "n=1" else tokens
+    of_prompt = sum(lengths), "prompt tokens", MAX_PROMPT_LOGPROBS
+    of_answers = answers, f"tokens of {count} answers", MAX_LOGPROBS_OF_ANSWERS
     for name, (tokens, what, most) in (("prompt_logprobs", of_prompt), ("logprobs", of_answers)):
         each = getattr(params, name)
         if each is not None and (asked := tokens * (each + 1)) > most:

@@ -133,7 +133,7 @@ class Serving:
             raise ContextOverflow(num_tokens, limit)
         self.server.models.find(self.model_name).check_room()
         if isinstance(params, SamplingParams):
-            check_logprobs(num_tokens, limit, params)
+            check_logprobs([num_tokens], limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         checkpoints = prompt.checkpoints
         add = Add(request_id, prompt.token_ids, params, checkpoints=checkpoints, **options)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
+from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
@@ -69,6 +70,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
             )
         special = body.add_special_tokens is not False
         token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
+        check_logprobs([len(ids) for ids in token_ids], model.facts.max_model_len, params)
     starts = (
         serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
         for ids in token_ids
