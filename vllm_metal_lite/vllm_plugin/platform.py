@@ -13,7 +13,7 @@ from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.hosts import EXECUTOR, use_address_towards_master
-from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
+from vllm_metal_lite.vllm_plugin.refusals import note_what_vllm_sets, refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class MetalLitePlatform(Platform):
 
         register_mlx_quantization()
         register_text_models()
+        note_what_vllm_sets()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
