@@ -74,15 +74,12 @@ class _Trials:
         self._trial: Trial | None = None
 
     def passed(self, fusion: FusedLaunches, what: str) -> bool:
-        """Whether a fusion suits the model.  If not, a warning names `what` and the problem.
-
-        The model has passed its trial without fusion, so any exception is a fault of ours.
-        """
+        """Whether a fusion suits the model.  If not, a warning names `what` and the problem."""
         try:
             problem = self.problem(fusion)
         except KernelError:
             raise
-        except Exception:
+        except Exception:  # the model has passed its trial without fusion
             logger.exception(f"a fault of vllm-metal-lite, not of this model: no {what}")
             return False
         if problem is not None:

@@ -80,9 +80,7 @@ def _choose(
         except Exception as e:  # a model may use what the seam's stand-ins do not have
             reason = f"{type(e).__name__}: {one_line(e)}"
             if is_our_fault(e):
-                logger.exception(
-                    f"a fault of vllm-metal-lite, not of this {model_type}: it does not run {mode}"
-                )
+                logger.exception(f"a fault of vllm-metal-lite: {model_type} does not run {mode}")
         if reason is None:
             return packed, usage
         packed.release()

@@ -171,8 +171,7 @@ class Trial:
     ) -> str | None:
         """In one line how the logits of a packed model differ, or None if the model fits.
 
-        attention: over a store of 4 blocks.  An exception is no answer, so the caller gets it:
-        KernelError only under `one_by_one`, which asks for the kernel.
+        attention: over a store of 4 blocks.  An exception is no answer: the caller gets it.
         """
         # By the kind of row.
         errors: dict[str, list[float]] = defaultdict(list)

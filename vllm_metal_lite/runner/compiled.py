@@ -82,9 +82,8 @@ class CompiledSteps:
             return forward(step._replace(batch=no_batch), state)
         except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
-            fault = is_our_fault(e)
-            level = logging.ERROR if fault else logging.INFO
-            logger.log(level, f"steps are no longer compiled: {self.reason}", exc_info=fault)
+            log = logger.exception if is_our_fault(e) else logger.info
+            log(f"steps are no longer compiled: {self.reason}")
             self._variants.clear()
             return None
 

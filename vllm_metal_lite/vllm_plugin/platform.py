@@ -19,6 +19,8 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+guard_torch_accelerator()  # in each process of vLLM, also in one that only cleans up
+
 _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
 _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
 
@@ -87,7 +89,6 @@ class MetalLitePlatform(Platform):
             use_address_towards_master(parallel)
             if parallel.node_rank == 0:
                 parallel.distributed_executor_backend = EXECUTOR
-        guard_torch_accelerator()
         if parallel.worker_cls == "auto":
             parallel.worker_cls = _RANK_WORKER if parallel.world_size > 1 else _WORKER
         if parallel.pipeline_parallel_size > 1:

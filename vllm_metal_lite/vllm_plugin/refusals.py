@@ -1,6 +1,6 @@
 """Refuses unsupported vLLM options at start, with one line that names the option."""
 
-from functools import wraps
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal_lite import envs
@@ -64,7 +64,6 @@ _HINTS = {
     "--speculative-config": "only the server without vLLM speculates, by --speculate auto",
     "--data-parallel-rank": _BALANCER,
     "--data-parallel-size": _BALANCER,
-    "--distributed-executor-backend": "take mp or uni",
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
     "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
     "--prefix-match-unit": "a cached prefix ends with a block",
@@ -72,16 +71,14 @@ _HINTS = {
 }
 
 
+@cache
 def note_what_vllm_sets() -> None:
     """Note, on each model's config, the options that vLLM's own code for this model sets, such as
-    an attention backend for Gemma 4: no user gave them.  Repeated calls change nothing."""
+    an attention backend for Gemma 4: no user gave them."""
     from vllm.config import VllmConfig
 
     update = VllmConfig.try_verify_and_update_config
-    if hasattr(update, "__wrapped__"):
-        return
 
-    @wraps(update)
     def noting(self: Any) -> None:
         before = {path: get(self, path) for path, *_ in _OPTIONS}
         update(self)
@@ -113,11 +110,11 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         return
     if model.runner_type != "generate":
         _refuse_pooling(model, parallel)
-    cache = vllm_config.cache_config
-    if (size := cache.mamba_block_size) not in (None, cache.block_size, model.max_model_len):
-        _refuse("--mamba-block-size", size, f"states have blocks of {cache.block_size} tokens")
+    kv = vllm_config.cache_config
+    if (size := kv.mamba_block_size) not in (None, kv.block_size, model.max_model_len):
+        _refuse("--mamba-block-size", size, f"states have blocks of {kv.block_size} tokens")
     dtype = str(model.dtype).removeprefix("torch.")
-    kv_dtype = str(cache.cache_dtype)
+    kv_dtype = str(kv.cache_dtype)
     if kv_dtype not in ("auto", dtype):
         _refuse("--kv-cache-dtype", kv_dtype, f"use {dtype}, or METAL_LITE_KV_BITS")
 
