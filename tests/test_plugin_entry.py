@@ -82,6 +82,16 @@ def test_the_range_of_versions(found, is_ok):
     assert is_ok or (found in problem and "0.27.1 to 0.33" in problem and "\n" not in problem)
 
 
+def test_an_unknown_version_is_named_once_in_all_processes(monkeypatch, caplog):
+    """The processes that this one starts inherit its environment."""
+    monkeypatch.setenv("METAL_LITE_DEVICE", "cpu")
+    monkeypatch.setenv("METAL_LITE_WARNED", "")
+    monkeypatch.setattr(vllm_plugin, "version", lambda name: "0.34.0")
+    for _ in range(4):
+        assert vllm_plugin.register()
+    assert caplog.text.count("vLLM 0.34.0 is outside of the range") == 1
+
+
 def test_the_package_logs_through_vllm(monkeypatch):
     ours, theirs = logging.getLogger("vllm_metal_lite"), logging.getLogger("vllm")
     monkeypatch.setattr(ours, "parent", ours.parent)

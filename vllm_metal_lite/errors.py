@@ -1,6 +1,7 @@
 """Errors a user can cause.  Each message is one line that names the value and the limit."""
 
 from collections.abc import Callable
+from traceback import walk_tb
 
 # In each message about a model whose numbers are not finite, which is no fault of a request.
 NOT_FINITE = "its weights are damaged, or its numbers do not fit its dtype"
@@ -67,6 +68,16 @@ class RemoteCodeError(ModelLoadError):
 
 class OutOfMemoryError(MetalLiteError):
     """The model or its KV store does not fit the memory that may be used."""
+
+
+def is_our_fault(error: Exception) -> bool:
+    """Whether an error is one of this package's own code: of a type that MLX does not raise, and
+    not in the code of a model.  Its cause counts, if it has one."""
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(error, (TypeError, ValueError, RuntimeError)):
+        return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "").startswith("vllm_metal_lite.")
 
 
 def install(extra: str) -> str:

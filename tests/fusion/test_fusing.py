@@ -279,6 +279,24 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp
     assert ("fused launches do not suit this model" in caplog.text) is wrong
 
 
+def test_a_fault_in_the_trial_is_no_verdict_about_the_model(monkeypatch, caplog, tmp_path):
+    """The model starts without fused launches, and the log has the fault with its traceback."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny.packed("qwen3")
+
+    def broken(*_):
+        return [][1]
+
+    monkeypatch.setattr(trial.Trial, "problem", broken)
+    store = PagedStore(model.packed.layout.specs, 8, 8)
+    with installed():
+        fusion = decide.decide(model.packed, KernelAttention(store, "gather", ()), ALONE)
+    assert fusion is NO_FUSION
+    assert "a fault of vllm-metal-lite, not of this model" in caplog.text
+    assert "IndexError" in caplog.text
+    assert "do not suit" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
 def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     """Every one of every forward of these rows, and the sums behind two of them; the tokens stay

@@ -161,8 +161,24 @@ def test_a_failure_of_one_rank_is_one_of_all(monkeypatch, error):
             return judge.problem(ranks.rank == 1, None)
         except KernelError as e:
             return f"{e.kernel} {e}"
+        except RuntimeError as e:
+            return str(e)
 
     monkeypatch.setattr(trial, "built_steps", built_steps)
     first, second = rank_threads.run(problem)
     assert first == second
     assert "no room" in first
+
+
+@pytest.mark.parametrize("name", ["plamo", "mamba", "baichuan_m1", "recurrent_gemma"])
+def test_a_model_that_a_mode_does_not_suit_is_no_fault(name, caplog):
+    tiny.load(name)
+    assert "a fault of vllm-metal-lite" not in caplog.text
+
+
+def test_a_fault_of_ours_is_logged_with_its_traceback(monkeypatch, caplog):
+    """The model starts in a slower mode."""
+    monkeypatch.delattr("vllm_metal_lite.attention.sdpa.reference.execute_calls")
+    assert "execute_calls" in tiny.load("llama").packed.by_segment
+    assert "a fault of vllm-metal-lite: llama does not run packed" in caplog.text
+    assert "Traceback" in caplog.text

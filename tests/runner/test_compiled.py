@@ -403,6 +403,22 @@ def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch, capl
     assert all(len(step.batch.token_ids) <= 8 for step in steps)
 
 
+def test_a_fault_of_ours_while_tracing_is_logged_with_its_traceback(monkeypatch, caplog):
+    """Traced code that reads the batch: steps go on, not compiled."""
+    expected = tokens_of(uncompiled(make_engine()))
+    engine, call = make_engine(), PackedModel.__call__
+
+    def reading(self, attention, *args):
+        assert attention.step.batch.num_tokens
+        return call(self, attention, *args)
+
+    monkeypatch.setitem(globals(), "__name__", "vllm_metal_lite.pretended")
+    monkeypatch.setattr(PackedModel, "__call__", reading)
+    assert tokens_of(engine) == expected
+    assert "no longer compiled: AttributeError" in caplog.text
+    assert "Traceback" in caplog.text
+
+
 def test_weights_are_not_copied():
     engine = make_engine(max_num_seqs=1)
     tokens_of(engine, prompts=PROMPTS[:1])

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from importlib.metadata import version
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ import pytest
 import vllm.config.vllm
 import vllm.entrypoints.cli.main
 from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
-from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from tests.support.models import tiny_models as tiny
@@ -38,7 +37,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",  # capped scores, an adapter of ours
     "gemma3_text": "Gemma3ForCausalLM",  # window layers among full ones
     "mixtral": "MixtralForCausalLM",  # experts
-    "gemma4_shared_kv": "Gemma4ForCausalLM",  # heads of two sizes, layers that share K and V
+    "gemma4_text/shared_kv": "Gemma4ForCausalLM",  # heads of two sizes, layers that share K and V
 }
 # Recurrent layers beside attention, and nothing but recurrent layers: no prefix is cached.
 RECURRENT = {"qwen3_next": "Qwen3NextForCausalLM", "mamba2": "Mamba2ForCausalLM"}
@@ -56,7 +55,15 @@ TEXT_PARTS = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",  # chunks
 }
+FAMILIES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",  # short convolutions
+    "gemma4_text/moe": "Gemma4ForCausalLM",
+}
+NAMES = ARCHITECTURES | RECURRENT | SHARED | TEXT_PARTS | FAMILIES
 
 SMALL = {
     "num_gpu_blocks_override": 100, "max_model_len": 128, "block_size": 8, "max_num_seqs": 8,
@@ -70,17 +77,13 @@ def folder(name: str) -> Path:
     if name == "demo":
         return DEMO_PATH
     path = Path(tempfile.mkdtemp(prefix="tiny-"))
-    architecture = (ARCHITECTURES | RECURRENT | SHARED | TEXT_PARTS)[name]
-    return tiny.write_folder(path, name, architectures=[architecture])
+    return tiny.write_folder(path, name, architectures=[NAMES[name]])
 
 
 def skip_if_vllm_cannot_read(name: str) -> None:
-    """Some pairs of vLLM and transformers cannot read the configuration of a model (Gemma 4)."""
-    current_platform.pre_register_and_update()  # as vLLM does first
-    try:
-        EngineArgs(str(folder(name))).create_model_config()
-    except Exception as e:
-        pytest.skip(f"this vLLM cannot read the configuration: {type(e).__name__}")
+    """The transformers that vLLM 0.27 wants cannot read the configuration of Gemma 4."""
+    if version("vllm").startswith("0.27") and name.startswith("gemma4"):
+        pytest.skip("this vLLM cannot read the configuration of Gemma 4")
 
 
 @cache

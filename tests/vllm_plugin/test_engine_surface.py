@@ -209,6 +209,13 @@ def test_conversations_that_alternate_on_one_seat_find_their_prefixes():
         assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 128 // 8 + 1
 
 
+def test_many_seats_do_not_fill_the_memory_of_a_cpu():
+    """vLLM's default are 256: K and V are for three full contexts of 32."""
+    options = {"max_num_seqs": 256, "max_num_batched_tokens": 256}
+    with kit.engine(num_gpu_blocks_override=None, **options) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 32 * 3 * 128 // 8 + 1
+
+
 def test_macos_may_kill_long_steps(monkeypatch):
     config = EngineArgs(str(kit.folder("llama")), **kit.SMALL).create_engine_config()
     config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = 32768, 8192
@@ -230,8 +237,10 @@ def test_macos_may_kill_long_steps(monkeypatch):
     ],
 )
 def test_active_only_when_asked(environment, is_active):
-    """A process of its own; MLX is never loaded by the front end."""
+    """A process of its own, which cleans up as vLLM does; the front end never loads MLX."""
     script = "import sys; from vllm.platforms import current_platform as p\n"
+    if is_active:
+        script += "import torch; torch.accelerator.empty_cache()\n"
     script += "print(type(p).__name__, 'mlx.core' in sys.modules)"
     env = {k: v for k, v in os.environ.items() if k != "METAL_LITE_DEVICE"} | environment
     out = run_python("-c", script, env=env)

@@ -1,7 +1,10 @@
 """vLLM's KV cache groups: windowed layers beside full ones, with block tables of their own."""
 
+import pytest
+
 from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, SHARED, check, check_every_way
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.
@@ -57,3 +60,11 @@ def test_kernels_share_arrays_and_windows_cost_less(kernels):
             layers = max(len(g.layer_names) for g in groups)  # arrays that a block lies in
             used.append(layers * most_used(llm, SHARED[0]))
     assert used[1] < 0.8 * used[0]
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_launches_are_fused_beside_windows(kernels, name):
+    """The trial's store has one group, and full layers are in vLLM's second."""
+    with kit.engine(name) as llm:
+        assert num_groups(llm) > 1
+        assert isinstance(kit.worker(llm).runner.path.fusion, FusedLaunches)

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from mlx.utils import tree_map
@@ -16,7 +17,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.findings import Findings
-from vllm_metal_lite.kernels.launch import one_by_one
+from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -74,7 +75,13 @@ class _Trials:
 
     def passed(self, fusion: FusedLaunches, what: str) -> bool:
         """Whether a fusion suits the model.  If not, a warning names `what` and the problem."""
-        problem = self.problem(fusion)
+        try:
+            problem = self.problem(fusion)
+        except KernelError:
+            raise
+        except Exception:  # the model has passed its trial without fusion
+            logger.exception(f"a fault of vllm-metal-lite, not of this model: no {what}")
+            return False
         if problem is not None:
             logger.warning(f"{what} do not suit this model: {problem}; they are not used")
         return problem is None
@@ -90,10 +97,14 @@ class _Trials:
         states, size = self.packed.state_store(2), self.attention.store.block_size
         store = PagedStore(self.packed.layout.specs, 4, size, states=states)
         attention = self.attention.over(store)
-        problem = self._trial.problem(self.packed, attention, fusion)
-        if problem is not None:
-            with one_by_one():  # raises if a launch fails
-                self._trial.problem(self.packed, attention, fusion)
+        run = partial(self._trial.problem, self.packed, attention, fusion)
+        problem: str | None = ""  # of a trial that raises
+        try:
+            problem = run()
+        finally:
+            if problem is not None:
+                with one_by_one():  # raises if a launch fails
+                    run()
         # Without a GPU, kernels run only in tests, which change what this finding depends on.
         if problem is None and not backend.is_cpu():
             self._found.add(key, "passed")

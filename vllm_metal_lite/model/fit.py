@@ -1,8 +1,8 @@
 """Chooses the mode of a model at load time, by a trial against the model itself.
 
 The modes (`Mode`) are tried in order, the fastest first.  A mode fails if it raises, or if its
-logits differ from the model's own.  If all fail, ModelLoadError names the architecture and the
-reason.
+logits differ from the model's own; the log has the traceback of an error of this package.  If all
+fail, ModelLoadError names the architecture and the reason.
 """
 
 import logging
@@ -14,7 +14,7 @@ import numpy as np
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.errors import ModelLoadError, is_our_fault, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import Mode, PackedForward, PackedModel
@@ -53,17 +53,12 @@ def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = AL
 def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
     """As `fit`, but from the model's code alone: graphs are built and not evaluated, so no weight
     is read.  `fit` also compares logits, so it may choose a later mode, or refuse the model."""
-    return _choose(model, layout, model_type, _problem_of_code)
+    return _choose(model, layout, model_type, _build)
 
 
-def _problem_of_code(packed: PackedForward, attention: ReferenceAttention) -> str | None:
-    sequences = [np.zeros(n, np.int32) for n in LENGTHS]
-    try:
-        for _ in built_steps(packed, attention, sequences):
-            pass
-    except Exception as e:
-        return f"{type(e).__name__}: {one_line(e)}"
-    return None
+def _build(packed: PackedForward, attention: ReferenceAttention) -> None:
+    for _ in built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS]):
+        pass
 
 
 def _choose(
@@ -80,7 +75,12 @@ def _choose(
         packed = PackedModel(model, layout, mode, reason)
         store = PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2))
         usage = Usage()
-        reason = problem_of(usage.recorded(packed), ReferenceAttention(store))
+        try:
+            reason = problem_of(usage.recorded(packed), ReferenceAttention(store))
+        except Exception as e:  # a model may use what the seam's stand-ins do not have
+            reason = f"{type(e).__name__}: {one_line(e)}"
+            if is_our_fault(e):
+                logger.exception(f"a fault of vllm-metal-lite: {model_type} does not run {mode}")
         if reason is None:
             return packed, usage
         packed.release()

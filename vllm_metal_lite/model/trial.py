@@ -117,14 +117,15 @@ class Draw:
             return measure()
         measured: list = []
         failed: tuple[str | None, str] | None = None
+        error: Exception | None = None
         try:
             measured = measure()
-        except KernelError as e:
-            failed = e.kernel, e.why
         except Exception as e:
-            failed = None, one_line(e)
+            error = e
+            failed = (e.kernel, e.why) if isinstance(e, KernelError) else (None, one_line(e))
         for kernel, why in filter(None, self._ranks.gather(failed)):
-            raise KernelError(kernel, RuntimeError(why)) if kernel else RuntimeError(why)
+            cause = RuntimeError(why)
+            raise (KernelError(kernel, cause) if kernel else cause) from error
         return self._ranks.from_leader(measured)
 
 
@@ -168,28 +169,23 @@ class Trial:
     def problem(
         self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> str | None:
-        """In one line why a packed model does not fit, or None if the model fits.
+        """In one line how the logits of a packed model differ, or None if the model fits.
 
-        attention: over a store of 4 blocks.
+        attention: over a store of 4 blocks.  An exception is no answer: the caller gets it.
         """
         # By the kind of row.
         errors: dict[str, list[float]] = defaultdict(list)
         noise: dict[str, list[np.ndarray]] = defaultdict(list)
         for number in range(_DRAWS):
-            try:
-                draw = self._draw(number)
-                rows = draw.rows(packed, attention, fusion)
-                worst = max(row.error for row in rows)
-                if worst <= self._limit:
-                    return None
-                for row in rows:
-                    if row.position:  # the first token of a request has no context
-                        errors[row.kind].append(row.error)
-                        noise[row.kind].append(draw.noise[row.request][row.position])
-            except KernelError:  # only under `one_by_one`, which asks for the kernel
-                raise
-            except Exception as e:
-                return f"{type(e).__name__}: {one_line(e)}"
+            draw = self._draw(number)
+            rows = draw.rows(packed, attention, fusion)
+            worst = max(row.error for row in rows)
+            if worst <= self._limit:
+                return None
+            for row in rows:
+                if row.position:  # the first token of a request has no context
+                    errors[row.kind].append(row.error)
+                    noise[row.kind].append(draw.noise[row.request][row.position])
             shares = {kind: _share_beyond(errors[kind], noise[kind]) for kind in errors}
             most = max(np.max(n) for n in noise.values())
             is_close = not self._exact or worst <= _EXACT_LIMIT + _WORST * most

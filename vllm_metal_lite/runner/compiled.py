@@ -19,7 +19,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import is_our_fault, one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, Mode, PackedModel
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class CompiledSteps:
             return forward(step._replace(batch=no_batch), state)
         except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
-            logger.info(f"steps are no longer compiled: {self.reason}")
+            log = logger.exception if is_our_fault(e) else logger.info
+            log(f"steps are no longer compiled: {self.reason}")
             self._variants.clear()
             return None
 

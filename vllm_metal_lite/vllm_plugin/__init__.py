@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from vllm_metal_lite import envs
 
 OLDEST, NEWEST = (0, 27, 1), (0, 33)
+_WARNED = "METAL_LITE_WARNED"
 _PLATFORM = "vllm_metal_lite.vllm_plugin.platform.MetalLitePlatform"
 
 # A child of vLLM's logger, so that vLLM's configuration applies.
@@ -29,7 +30,9 @@ def register() -> str | None:
     try:
         if not wanted():
             return None
-        if (problem := version_problem(version("vllm"))) is not None:
+        problem = version_problem(version("vllm"))
+        if problem is not None and os.environ.get(_WARNED) != problem:
+            os.environ[_WARNED] = problem  # once: the processes that this one starts inherit it
             logger.warning("vllm-metal-lite: %s", problem)
         # The user's settings win.  MLX does not survive a fork.  Both formats of vLLM's scheduler
         # output work; the V1 model runner's is smaller.

@@ -18,6 +18,8 @@ from vllm_metal_lite.vllm_plugin.state_slot_manager import MAX_SLOTS_PER_REQUEST
 
 # Largest share for state slots of the memory left by weights and a step.
 _STATE_SHARE = 0.5
+# On a CPU, K and V are for as many seats: for vLLM's default of 256, a tiny model took 8 GB.
+_CPU_SEATS = 32
 
 
 class MemorySizes(NamedTuple):
@@ -65,7 +67,8 @@ def plan_memory(
             f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )
     # Each seat at full length, cached prefixes of two idle requests a seat, and vLLM's null block.
-    requests = seats * (3 if cache.enable_prefix_caching else 1)
+    requests = min(seats, _CPU_SEATS) if backend.is_cpu() else seats
+    requests *= 3 if cache.enable_prefix_caching else 1
     most = requests * -(-max_model_len // config.block_size) + 1
     return MemorySizes(num_state_slots, min(left, most * block_bytes))
 

@@ -13,11 +13,13 @@ from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.hosts import EXECUTOR, use_address_towards_master
-from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
+from vllm_metal_lite.vllm_plugin.refusals import note_what_vllm_sets, refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+guard_torch_accelerator()  # in each process of vLLM, also in one that only cleans up
 
 _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
 _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
@@ -68,6 +70,7 @@ class MetalLitePlatform(Platform):
 
         register_mlx_quantization()
         register_text_models()
+        note_what_vllm_sets()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -86,7 +89,6 @@ class MetalLitePlatform(Platform):
             use_address_towards_master(parallel)
             if parallel.node_rank == 0:
                 parallel.distributed_executor_backend = EXECUTOR
-        guard_torch_accelerator()
         if parallel.worker_cls == "auto":
             parallel.worker_cls = _RANK_WORKER if parallel.world_size > 1 else _WORKER
         if parallel.pipeline_parallel_size > 1:

@@ -1,5 +1,6 @@
 """Refuses unsupported vLLM options at start, with one line that names the option."""
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal_lite import envs
@@ -38,7 +39,7 @@ _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", ()),
     ("offload_config.prefetch.offload_group_size", "--offload-group-size", ()),
     ("model_config.quantization", "weights quantised by", ("mlx",)),
-    ("model_config.revision", "--revision", ()),
+    ("model_config.revision", "--revision", ("main",)),  # vLLM names the default, for hub models
     ("model_config.code_revision", "--code-revision", ()),
     ("model_config.hf_config_path", "--hf-config-path", ()),
     ("model_config.hf_overrides", "--hf-overrides", ()),
@@ -70,11 +71,29 @@ _HINTS = {
 }
 
 
+@cache
+def note_what_vllm_sets() -> None:
+    """Note, on each model's config, the options that vLLM's own code for this model sets, such as
+    an attention backend for Gemma 4: no user gave them."""
+    from vllm.config import VllmConfig
+
+    update = VllmConfig.try_verify_and_update_config
+
+    def noting(self: Any) -> None:
+        before = {path: get(self, path) for path, *_ in _OPTIONS}
+        update(self)
+        if changed := [path for path, value in before.items() if get(self, path) != value]:
+            self.model_config.set_by_vllm = changed
+
+    VllmConfig.try_verify_and_update_config = noting
+
+
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError for the first unsupported option."""
+    """Raise ConfigError for the first unsupported option that a user gave."""
+    not_given = get(vllm_config, "model_config.set_by_vllm") or ()
     for path, option, supported in _OPTIONS:
         value = get(vllm_config, path)
-        if value and value not in supported:
+        if value and value not in supported and path not in not_given:
             _refuse(option, value)
     for name, given, allowed in (
         ("METAL_LITE_ATTENTION", envs.attention(), ATTENTION),
@@ -91,11 +110,11 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         return
     if model.runner_type != "generate":
         _refuse_pooling(model, parallel)
-    cache = vllm_config.cache_config
-    if (size := cache.mamba_block_size) not in (None, cache.block_size, model.max_model_len):
-        _refuse("--mamba-block-size", size, f"states have blocks of {cache.block_size} tokens")
+    kv = vllm_config.cache_config
+    if (size := kv.mamba_block_size) not in (None, kv.block_size, model.max_model_len):
+        _refuse("--mamba-block-size", size, f"states have blocks of {kv.block_size} tokens")
     dtype = str(model.dtype).removeprefix("torch.")
-    kv_dtype = str(cache.cache_dtype)
+    kv_dtype = str(kv.cache_dtype)
     if kv_dtype not in ("auto", dtype):
         _refuse("--kv-cache-dtype", kv_dtype, f"use {dtype}, or METAL_LITE_KV_BITS")
 

@@ -23,7 +23,6 @@ from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.vllm_plugin import log_through_vllm, logger
-from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, check_fits, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
@@ -77,7 +76,6 @@ class MetalLiteWorker(WorkerBase):
     def init_device(self) -> None:
         log_through_vllm()
         self.device = torch.device("cpu")
-        guard_torch_accelerator()
         if backend.is_cpu() and envs.device() != "cpu":
             raise ConfigError("MLX sees no GPU; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)")
         logger.info("%s", backend.describe())

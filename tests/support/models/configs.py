@@ -245,7 +245,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama4": _text(
         num_local_experts=4, num_experts_per_tok=1, model_type="llama4_text", rope_scaling=None,
         attention_chunk_size=WINDOW, interleave_moe_layer_step=2, intermediate_size_mlp=64,
-        attn_temperature_tuning=1, floor_scale=7, attn_scale=0.5,
+        attn_temperature_tuning=True, floor_scale=7, attn_scale=0.5,
         num_hidden_layers=4),
     # Latent attention.
     "deepseek_v2": {**_MOE, **_MLA, **_YARN, "topk_method": "greedy"},

@@ -7,7 +7,6 @@ MLX's SDPA.  For latent models, `latent_attention` serves decodes and replaces `
 """
 
 from collections.abc import Collection
-from copy import copy
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class KernelAttention:
         failed_kernels: Collection[str] = (),
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
-        self._shapes = tuple(shapes)
+        self._shapes = shapes
         self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
         self._unused = unused_kernels(self.failed_kernels)
         decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
@@ -73,9 +72,9 @@ class KernelAttention:
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same attention over another store of the same layers."""
-        other = copy(self)
-        other.store = store
-        return other
+        return KernelAttention(
+            store, self.prefill, self._shapes, failed_kernels=self.failed_kernels
+        )
 
     def new_state(self) -> list[mx.array]:
         state = [new_ticket()]
