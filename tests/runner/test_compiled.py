@@ -404,7 +404,7 @@ def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch, capl
 
 
 def test_a_fault_of_ours_while_tracing_is_logged_with_its_traceback(monkeypatch, caplog):
-    """Traced code that reads the batch: steps go on, not compiled."""
+    """Traced code that reads the batch: steps continue, not compiled."""
     expected = tokens_of(uncompiled(make_engine()))
     engine, call = make_engine(), PackedModel.__call__
 
