@@ -1,4 +1,4 @@
-"""Arrays that record their origin.  The rules for operations on them are in rules.py."""
+"""Arrays that record their origin.  The rules for operations on them are in rule_table.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +25,8 @@ class Traced(ColumnsOf):
         self.rows = rows
 
     def become(self, other: "Traced") -> None:
-        """Take the value and the origin of the same array from a larger launch (rules.py), or of
-        this array after a change in place."""
+        """Take the value and the origin of the same array from a larger launch (rule_table.py), or
+        of this array after a change in place."""
         self.set_value(other)
         self.origin, self.rows = other.origin, other.rows
 
