@@ -8,8 +8,8 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.kernels.limits import attention_problem, recurrence_problem
 from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, Prefill, Verdict, unused_kernels
+from vllm_metal_lite.kernels.served_shapes import attention_problem, recurrence_problem
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 

@@ -17,8 +17,8 @@ from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
+from vllm_metal_lite.kernels.rope_write import NewRows
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.limits import attention_problem, sees_prefixes
+from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,

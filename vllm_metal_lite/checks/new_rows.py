@@ -15,9 +15,8 @@ from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
-from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 

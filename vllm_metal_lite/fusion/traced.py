@@ -7,7 +7,7 @@ from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.model.seam.layer_cache import RotaryKeys
-from vllm_metal_lite.recurrence.columns import ColumnsOf
+from vllm_metal_lite.recurrence.tracked_columns import ColumnsOf
 
 # An operation of MLX, a function of a model, or a rule.
 Function = Callable[..., Any]
