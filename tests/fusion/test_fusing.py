@@ -40,7 +40,7 @@ from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])

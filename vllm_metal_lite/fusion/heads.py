@@ -23,8 +23,8 @@ from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows
+from vllm_metal_lite.model.seam.hooks import ScalingAt
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache
-from vllm_metal_lite.model.seam.scaling import ScalingAt
 
 
 class Slice(Columns):

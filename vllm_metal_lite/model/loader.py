@@ -18,28 +18,26 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.context import context_length
-from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import (
     load_checkpoint,
     loading,
     read_config,
     remote_code_error,
+    sampling_defaults,
 )
-from vllm_metal_lite.model.files.generation_config import sampling_defaults
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.files.tokenizer import end_token_ids, read_tokenizer
-from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.fit import Fit, fit, foresee
-from vllm_metal_lite.model.layout import Layout
+from vllm_metal_lite.model.layout import Layout, find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.ranks.shards import shard
 from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import mixtures, product_weights
+from vllm_metal_lite.model.weights import cast, expand, mixtures, product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.

@@ -13,8 +13,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.model.packed import PackedForward
-from vllm_metal_lite.model.seam.hooks import Hook, hooked
-from vllm_metal_lite.model.seam.scaling import ScalingAt
+from vllm_metal_lite.model.seam.hooks import Hook, ScalingAt, hooked
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 
