@@ -1,4 +1,4 @@
-"""A model's weights: their types, and the weights of linear layers and mixtures as kernels take them."""
+"""A model's weights: their types, and the weights of its layers as the kernels take them."""
 
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path

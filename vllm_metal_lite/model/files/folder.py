@@ -27,9 +27,22 @@ from vllm_metal_lite.errors import (
 )
 from vllm_metal_lite.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 # The files that loading reads: no code, and no texts for people.
 READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 READ_PATTERNS += ["merges.txt", "vocab.txt"]
+
+# The sampling parameters that generation_config.json may set.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 Weights = dict[str, mx.array]
 _HEAD = "lm_head.weight"
@@ -211,19 +224,6 @@ def remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
         Option("trust_remote_code"),
         " to run it",
     )
-
-
-logger = logging.getLogger(__name__)
-
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
