@@ -22,14 +22,15 @@ from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.bad_words import BadWords
-from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logprobs import Logprobs, gather_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.penalties import Penalties
 from vllm_metal_lite.sampling.processors import (
     LARGE,
+    NO_DRAFTS,
     AllowedTokens,
     DeviceMasks,
+    Drafts,
     LogitBias,
     MinTokens,
     Operation,
