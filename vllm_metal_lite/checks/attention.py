@@ -8,11 +8,18 @@ import numpy as np
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error, store_error
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import AttentionCheck
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
-from vllm_metal_lite.checks.values import draw, padded, rounded
+from vllm_metal_lite.checks.values import (
+    TOLERANCE,
+    draw,
+    largest,
+    largest_error,
+    padded,
+    rounded,
+    store_error,
+)
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows

@@ -14,9 +14,8 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.values import EPS, ROWS, draw
+from vllm_metal_lite.checks.values import EPS, ROWS, TOLERANCE, draw, largest, largest_error
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.recurrence import QKNorm
