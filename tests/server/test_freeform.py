@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_metal_lite.server.openai_api.freeform import FreeformInput
+from vllm_metal_lite.server.openai_api.response_tools import FreeformInput
 
 PATCH = '*** Begin Patch\n*** Update File: a.py\n@@\n-x = "\\n"\n+x = "é 😀"\n*** End Patch\n'
 

@@ -11,7 +11,7 @@ from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.server.openai_api.output_items import EventWriter, OutputItems
+from vllm_metal_lite.server.openai_api.response_events import EventWriter, OutputItems
 from vllm_metal_lite.server.openai_api.response_tools import Callee
 
 RUN = {"type": "function", "name": "run", "strict": False, "parameters": {
