@@ -18,8 +18,8 @@ from typing import Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
-from vllm_metal_lite.cli.context import context_that_fits
 from vllm_metal_lite.cli.options import UsageError, engine_flag, local
+from vllm_metal_lite.cli.shared_report import context_that_fits
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, one_line, shorten, size_text
 from vllm_metal_lite.model.files.find import DEMO_PATH, hub_names, in_cache
