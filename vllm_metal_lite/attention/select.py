@@ -27,7 +27,7 @@ def no_kernels(
     option: "reference", "kernels" or "auto".  by_segment: why the model attends one segment at a
     time; None: it attends to packed rows.  A model that attends by segment reads K and V through
     MLX operations, which must not touch a store that kernels write.
-    recurrences: of the recurrent layers that work on packed rows.
+    recurrences: shapes of the recurrent layers that work on packed rows.
     Raises ConfigError for "kernels" if they cannot serve the model.
     """
     if by_segment is not None:

@@ -50,7 +50,7 @@ class Difference:
 class Comparison:
     """path, reason: the attention path that "auto" chose, and why.
 
-    tokens: how many were compared.  seconds: of the answers, by path.
+    tokens: the number compared.  seconds: the time of the answers, by path.
     """
 
     path: str

@@ -37,7 +37,7 @@ _PROMPTS = ((4, 512, 512), (1, 4096, 1024))
 _ROWS = 512
 
 Work = Callable[[], object]
-# By the kernel, and without it.
+# The work with the kernel, and without it.
 Pair = tuple[Work, Work]
 # Rotated queries, keys and values.
 Unfused = tuple[mx.array, mx.array, mx.array]

@@ -32,7 +32,7 @@ _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
 
 class _Segment(NamedTuple):
-    """start: tokens before its rows."""
+    """start: tokens computed before these rows."""
 
     start: int
     rows: int
@@ -55,7 +55,7 @@ _STEPS = (
 )
 _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
 
-# What a layer does in a step of _STEPS, on rows of a type.
+# A layer's work in a step of _STEPS, on rows of one type.
 LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
 
 

@@ -106,7 +106,7 @@ def largest(
 
 
 def store_error(store: LayerStore, expected: Sequence[np.ndarray], rounding: float = 0.0) -> float:
-    """The larger error of K and V in a store.  rounding: of rows, before they are stored."""
+    """The larger error of K and V in a store.  rounding: the rows' own, before they are stored."""
     spec, errors = store.spec, []
     formats, arrays = (spec.k_row, spec.v_row), (store.keys, store.values)
     for row, array, rows in zip(formats, arrays, expected, strict=True):

@@ -195,11 +195,11 @@ class Session:
         turn = self._turn(message)
         if turn.end == "context":
             limit = turn.max_model_len
-            log.say(f"error: the answer is cut: the context of {limit} tokens is full")
+            log.say(f"error: the answer was cut off: the context of {limit} tokens is full")
             return 1
         if turn.end == "max_tokens":
             max_tokens = self._conversation.params.max_tokens
-            log.say(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
+            log.say(f"The answer was cut off at {max_tokens} tokens (--max-tokens).")
         return 130 if turn.end in ("stopped", "dropped") else 0
 
     def _take(self, message: str) -> None:

@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(report: Report, args: argparse.Namespace, show: Show) -> None:
-    """Fill the report, and show each part as soon as it is known: of a model, or of the demo and
-    the shapes that most models have."""
+    """Fill the report, and show each part as soon as it is known.  The subject is a model, or
+    the demo and the shapes that most models have."""
     model = None
     if args.model is not None:
         with _section(report, "model", f"loading {args.model}"):

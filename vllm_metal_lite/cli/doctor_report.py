@@ -18,11 +18,11 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 @dataclass
 class Report:
-    """The fields are those of the JSON, too.
+    """Field names are also the JSON keys.
 
     no_kernels: why no kernel is checked.  model: its facts, and the context that fits.
     not_tried: checks for which there was no time.  of_checks: all checks.
-    not_compared: why there are no answers.  error: why doctor failed.  seconds: by part.
+    not_compared: why there are no answers.  error: why doctor failed.  seconds: time of each part.
     """
 
     engine_memory_bytes: int

@@ -38,8 +38,8 @@ cache    whether prefixes of prompts are cached
 fits     tokens of context, of all requests together, that fit into {memory}
          beside the weights (estimated; default options)"""
 
-# What is known of a model, as `--json` prints it.  name, source ("demo", "hub" or "folder"), path,
-# supported and problem are always there, the rest as far as the model can be read.
+# The facts of a model, as `--json` prints them.  name, source ("demo", "hub" or "folder"), path,
+# supported and problem are always there.  The rest is there if the model can be read.
 Entry = dict[str, Any]
 
 

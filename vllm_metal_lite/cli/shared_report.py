@@ -73,11 +73,11 @@ def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
 def context_that_fits(
     model: LoadedModel, peak_of: Callable[[LoadedModel, EngineConfig, int], int]
 ) -> dict[str, Any]:
-    """How much context an engine with default options has beside the weights.
+    """The context that an engine with default options has, with the weights in memory.
 
     peak_of: the bytes of a full step, measured or estimated.
-    max_model_len: the longest request here.  num_tokens, kv_store_bytes: of all requests together;
-    num_tokens 0: the model does not fit, and memory_problem says why.
+    The result has max_model_len, the longest request here; num_tokens and kv_store_bytes count all
+    requests together.  If the model does not fit, num_tokens is 0 and memory_problem says why.
     """
     config = EngineConfig()
     try:

@@ -22,7 +22,7 @@ _EXPERTS = "mlx-lm's experts are used"
 class KernelRow:
     """name: in results of checks and in warnings.  A kernel is named like its file in metal/.
 
-    fallback: what replaces it, as a warning words it.
+    fallback: the replacement, as a warning words it.
     check: "module.function" in checks/.
     timed_against: the function of checks/fallbacks.py that times the kernel beside its
         fallback; "": the kernel is not timed.

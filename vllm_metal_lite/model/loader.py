@@ -51,14 +51,14 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
-    usage: what the model asks of the kernels.
+    usage: the shapes that the kernels must serve.
     max_position: the longest context in tokens.  context_guess: the source of this number if it is
     a guess, otherwise None.
-    sampling_defaults: SamplingParams fields of requests that name none.
+    sampling_defaults: SamplingParams fields for requests that do not set them.
     kv_bits: bits per stored K or V value; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
-    config: of config.json, as mlx-lm completes it; with the code that comes with the model.
+    config: config.json as mlx-lm completes it, with the code that comes with the model.
     """
 
     name: str
@@ -126,7 +126,7 @@ class LoadedModel:
         return sum(state.nbytes for state in self.packed.layout.states)
 
     def kernel_use(self, block_size: int) -> KernelUse:
-        """What the model asks of the kernels, over a store with blocks of block_size tokens."""
+        """The shapes that the kernels must serve, over a store with blocks of block_size tokens."""
         model, usage = self.packed.model, self.usage
         # mlx-lm uses this function for the gated norm after the gated delta rule.
         gated = namespaces(model, activations.precise_swiglu)

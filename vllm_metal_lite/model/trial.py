@@ -170,9 +170,9 @@ class Trial:
     ) -> str | None:
         """In one line why a packed model does not fit, or None if the model fits.
 
-        attention: over a store of 4 blocks.
+        attention: attends over a store of 4 blocks.
         """
-        # By the kind of row.
+        # Keys are kinds of rows.
         errors: dict[str, list[float]] = defaultdict(list)
         noise: dict[str, list[np.ndarray]] = defaultdict(list)
         for number in range(_DRAWS):

@@ -23,7 +23,7 @@ from vllm_metal_lite.kv.state_store import Key, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.tracked_columns import columns_of
 
-# As an initial slot: rows of no request.  Their results are zeros.
+# This initial slot marks rows of no request.  Their results are zeros.
 PADDING = -2
 
 

@@ -27,8 +27,9 @@ _IDLE_SHARE = 1 / 16
 
 # The share of the memory for store and checkpoints that checkpoints get.
 _CHECKPOINT_SHARE = 0.25
-# A conversation uses up to five: behind the system prompt, where its last turn began, before the
-# question, behind it, and behind the answer.  For each running conversation, two more may be idle.
+# A conversation uses up to five: after the system prompt, where its last turn began, before the
+# question, after the question, and after the answer.  Each running conversation may have two idle
+# ones beside it.
 _CHECKPOINTS_A_SEAT = 15
 
 _ANY_LENGTH = 1 << 62
@@ -110,7 +111,7 @@ class _Sizing:
     max_model_len: int
 
     def given(self, num_blocks: int, limit: int) -> tuple[list[KVGroup], int]:
-        """The KV groups and the state slots, with num_blocks in the first group."""
+        """Sizes for a given num_blocks of the first group: (groups, state slots)."""
         first, *others = kv_groups(self.model.kv_specs)
         groups = [replace(first, num_blocks=num_blocks)]
         groups += [replace(g, num_blocks=min(num_blocks, self._most_owned(g))) for g in others]

@@ -107,7 +107,7 @@ class Sampler:
             self._min_tokens,
             self._penalties,
         )
-        self._version = 0  # of the options
+        self._version = 0  # counts changes of the options
         self._metadata: _SamplingMetadata | None = None
 
     def add(

@@ -128,7 +128,7 @@ class ContentBlocks(Blocks[bytes]):
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._texts: list[str] = []  # of the open block
+        self._texts: list[str] = []  # the texts of the open block
 
     def _open(self, name: str) -> Iterator[bytes]:
         block: dict[str, Any] = {"type": "text", "text": ""}
@@ -250,7 +250,7 @@ class CountTokensRequest(Body):
     output_format: dict[str, Any] | None = None
 
     def conversation(self) -> ChatRequest:
-        """Raises ApiError (400) for what this server does not have."""
+        """Raises ApiError (400) for features that this server does not have."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
         conversation = conversation_of(self.messages, self.system)

@@ -33,7 +33,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
-        self._seconds = self._tried = 0.0  # of all steps; of drafted ones of unknown widths
+        self._seconds = self._tried = 0.0  # all steps; drafted steps of unknown widths
 
     def record(self, num_rows: int, drafted: bool, seconds: float) -> None:
         key = drafted, width(num_rows)

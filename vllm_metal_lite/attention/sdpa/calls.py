@@ -55,7 +55,7 @@ def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, lis
     """
     spans = _spans(calls)
     found: list[tuple[list[np.ndarray], list[int]]] = []
-    begins: dict[int, int] = {}  # of the segments in the last gather
+    begins: dict[int, int] = {}  # where segments begin in the last gather
     size = cap
     for i, call in enumerate(calls):
         segment, start = call.span or (-1 - i, 0)
@@ -107,8 +107,8 @@ class DeviceCall:
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
-        """The mask as MLX's SDPA takes it.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which
-        fuses no bool mask, additive in the queries' dtype."""
+        """The mask as MLX's SDPA takes it.  An array is (B, 1, Lq, Lk), bool; on CUDA, which
+        cannot fuse bool masks, it is additive in the queries' dtype."""
         if self.host.mask != "array":
             return self.host.mask
         key = dtype if backend.name() == "cuda" else mx.bool_

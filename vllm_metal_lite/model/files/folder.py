@@ -86,7 +86,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_links(folder: Path) -> None:
-    """Raise ModelLoadError for links, as the Hugging Face cache has, whose files are gone."""
+    """Raise ModelLoadError if a symlink, as in the Hugging Face cache, has lost its target."""
     for file in sorted(folder.iterdir()):
         is_read = any(fnmatch(file.name, pattern) for pattern in READ_PATTERNS)
         if is_read and file.is_symlink() and not file.exists():

@@ -101,7 +101,7 @@ class Reply:
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
-        self._head = encode(self._common)[:-1]  # of each chunk: a token is one chunk
+        self._head = encode(self._common)[:-1]  # begins each chunk, so it is encoded once
         options = options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         # Chunks without news too: special tokens and partial characters have no text.

@@ -85,7 +85,7 @@ class _Item:
             yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
 
     def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
-        """logprobs: of a message's tokens."""
+        """logprobs: those of a message's tokens."""
         yield from self._add(text if self._input is None else self._input.feed(text), logprobs)
 
     def _add(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
@@ -198,8 +198,8 @@ LogprobsOf = Callable[[list[int], Positions | None], Logprobs]
 class ResponseReply:
     """The reply to a request.
 
-    deltas: the answer.  callees: by the names that the model knows.  with_summary: thoughts are
-    shown as a summary, which clients show to users, and not as content.
+    deltas: the answer.  callees: keys are the names that the model knows.  with_summary: thoughts
+    are shown as a summary, which clients show to users, and not as content.
     echo: fields of the response that repeat the request.  scores: log-probabilities of tokens.
     """
 

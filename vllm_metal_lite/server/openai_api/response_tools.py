@@ -107,7 +107,7 @@ def flat_name(namespace: Any, name: str) -> str:
 class ResponseTools:
     """The tools of a request.
 
-    tools: by flat name.  callees: what the API calls them.  choice: the calls that may come.
+    tools: keys are flat names.  callees: their names in the API.  choice: the calls that may come.
     definitions: the client's definitions of tools that are not left out.
     """
 

@@ -47,8 +47,8 @@ class _History:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._reasoning = ""  # of the assistant's next message
-        self._names: dict[Any, str] = {}  # of functions, by the id of the call
+        self._reasoning = ""  # belongs to the assistant's next message
+        self._names: dict[Any, str] = {}  # function names by the id of the call
 
     def add(self, item: Any, where: str) -> None:
         if not isinstance(item, Mapping):

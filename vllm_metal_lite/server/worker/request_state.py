@@ -66,7 +66,7 @@ class RequestState:
         self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
         self.num_cached_tokens = self.num_restored_tokens = 0
         self.only_reads = isinstance(request.params, PoolingParams)
-        self.pooled: np.ndarray | None = None  # what a finished request has read
+        self.pooled: np.ndarray | None = None  # the result of a finished pooling request
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._text_of = token_texts(tokenizer)
         self.finished = False
