@@ -8,8 +8,8 @@ from vllm_metal_lite.kernels.launch import Template, bits
 
 class Scores(NamedTuple):
     """scale: multiplies the products.  window: tokens that a query sees, including its own.
-    softcap: scores become softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per
-    head, without a value.
+    softcap: scores become softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit
+    per head, without a value.
     """
 
     scale: float
