@@ -21,14 +21,14 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 Logprobs = list[dict[str, Any]]
 
 
-class EventWriter:
+# Encodes an event: its kind, its fields -> its bytes.
+WriteEvent = Callable[..., bytes]
+
+
+def numbered_events() -> WriteEvent:
     """Encodes and numbers the events of a stream."""
-
-    def __init__(self) -> None:
-        self._numbers = count()
-
-    def event(self, kind: str, **fields: Any) -> bytes:
-        return event(kind, sequence_number=next(self._numbers), **fields)
+    numbers = count()
+    return lambda kind, **fields: event(kind, sequence_number=next(numbers), **fields)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Item:
 
     def __init__(
         self,
-        writer: EventWriter,
+        write: WriteEvent,
         item_type: _ItemType,
         suffix: str,
         index: int,
@@ -71,7 +71,7 @@ class _Item:
     ) -> None:
         item_id = f"{item_type.id_prefix}_{suffix}_{index}"
         self.type, self.fields = item_type, {"id": item_id, **fields, "status": "in_progress"}
-        self._writer, self._index, self._texts = writer, index, list[str]()
+        self._write, self._index, self._texts = write, index, list[str]()
         self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
         if item_type.parts:
             self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
@@ -79,7 +79,7 @@ class _Item:
         self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
 
     def open(self) -> Iterator[bytes]:
-        event = self._writer.event
+        event = self._write
         yield event("response.output_item.added", output_index=self._index, item=self.fields)
         if self.type.part:
             yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
@@ -93,7 +93,7 @@ class _Item:
         scored = {"logprobs": logprobs} if self.type is _MESSAGE else {}
         if text or any(scored.values()):
             self._logprobs += logprobs
-            yield self._writer.event(f"{self.type.text}.delta", **self._at, delta=text, **scored)
+            yield self._write(f"{self.type.text}.delta", **self._at, delta=text, **scored)
 
     def close(self, status: str) -> Iterator[bytes]:
         """Complete `fields`, and end the item's events.
@@ -104,7 +104,7 @@ class _Item:
         """
         if self._input is not None:
             yield from self._add(self._input.close(), [])
-        item_type, event = self.type, self._writer.event
+        item_type, event = self.type, self._write
         text = "".join(self._texts)
         self.fields["status"] = status
         if item_type.parts:
@@ -143,9 +143,9 @@ class OutputItems(Blocks[bytes]):
     """
 
     def __init__(
-        self, writer: EventWriter, suffix: str, callees: Mapping[str, Callee], with_summary: bool
+        self, write: WriteEvent, suffix: str, callees: Mapping[str, Callee], with_summary: bool
     ) -> None:
-        self._writer, self._suffix, self._callees = writer, suffix, callees
+        self._write, self._suffix, self._callees = write, suffix, callees
         self._thoughts = _SUMMARY if with_summary else _THOUGHTS
         self._items: list[_Item] = []
         self.unshown: Logprobs = []
@@ -170,7 +170,7 @@ class OutputItems(Blocks[bytes]):
         elif self.kind == "call":
             item_type, fields = _call(self._callees[name])
         index = len(self._items)
-        self._items.append(_Item(self._writer, item_type, self._suffix, index, fields))
+        self._items.append(_Item(self._write, item_type, self._suffix, index, fields))
         yield from self._items[-1].open()
 
     def _grow(self, text: str) -> Iterator[bytes]:
@@ -213,9 +213,9 @@ class ResponseReply:
         scores: LogprobsOf,
     ) -> None:
         self._request, self._deltas, self._scores = request, deltas, scores
-        self._writer, self._echo = EventWriter(), echo
+        self._write, self._echo = numbered_events(), echo
         suffix = request.request_id.removeprefix("resp_")
-        self._output = OutputItems(self._writer, suffix, callees, with_summary)
+        self._output = OutputItems(self._write, suffix, callees, with_summary)
         self._created = int(time.time())
         self._num_reasoning_tokens, self._is_cut = 0, False
 
@@ -227,10 +227,10 @@ class ResponseReply:
 
     def keep_alive(self) -> bytes:
         """An event without news.  Comments do not reset the timeouts of clients."""
-        return self._writer.event("response.in_progress", response=self._response("in_progress"))
+        return self._write("response.in_progress", response=self._response("in_progress"))
 
     async def stream(self) -> AsyncIterator[bytes]:
-        event = self._writer.event
+        event = self._write
         yield event("response.created", response=self._response("in_progress"))
         yield self.keep_alive()
         try:
