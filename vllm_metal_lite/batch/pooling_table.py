@@ -1,4 +1,4 @@
-"""Pooling requests: prompts whose hidden states are read, and that draw no token."""
+"""Pooling requests: prompts that give their hidden states and draw no token."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace

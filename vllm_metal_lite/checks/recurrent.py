@@ -39,7 +39,7 @@ class _Segment(NamedTuple):
     state: SegmentState
 
 
-# A decode, a whole prompt, a chunk behind a state that stays as it is.
+# A decode, a whole prompt, and a chunk after a state that stays as it is.
 _STEPS = (
     (
         _Segment(4, 1, SegmentState(0, 0)),

@@ -1,4 +1,4 @@
-"""Origins and rules of heads: from the columns of a product to attention, and behind it.
+"""Origins and rules of heads: from the columns of a product to attention, and to its result.
 
     q = q_proj(x)                         Columns
     q = q.reshape(N, 1, heads, dim)       Heads

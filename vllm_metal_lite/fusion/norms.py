@@ -82,7 +82,7 @@ def add_clipped(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
 
 
 def norm_gated(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x behind a recurrence, where x is a norm of h: one launch."""
+    """silu(gate) * x after a recurrence, where x is a norm of h: one launch."""
     origin = origin_of(x)
     of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
     if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:

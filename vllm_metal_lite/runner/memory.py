@@ -46,7 +46,7 @@ def size_store(
 
     peak_of: the bytes that a full step needs beyond weights, states and store.
     config.num_blocks, if given, sizes the first group; the other groups get the most that running
-    requests can need, and what the memory has for windows of idle prefixes.
+    requests can need, and the share of memory for windows of idle prefixes.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
     max_model_len exceeds the model's context or the blocks.  A guessed context length only causes a
     warning.

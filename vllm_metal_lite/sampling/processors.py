@@ -43,7 +43,7 @@ class Drafts:
         return mx.array(index.astype(np.int32)), mx.array(tokens[index, at])
 
     def matrix(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The drafts before each of these rows, (R, K) int32 padded behind, and their number
+        """The drafts before each of these rows, (R, K) int32 padded at the end, and their number
         (R, 1)."""
         depth = self.depth[rows].astype(np.int32)
         width = np.arange(max(int(depth.max()), 1))

@@ -186,7 +186,7 @@ class Sampler:
         row, all distinct except for drafts.  Counts one more generated token for each.  If any
         request wants logprobs, all rows get the largest number requested.  grammar: the tokens a
         grammar allows some rows in this step, applied before logprobs.
-        draft_token_ids: see ForwardBatch; empty: no drafts.  A row behind drafts is sampled as if
+        draft_token_ids: see ForwardBatch; empty: no drafts.  A row after drafts is sampled as if
         these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """
         if logits.shape != (len(req_indices), self.vocab_size):

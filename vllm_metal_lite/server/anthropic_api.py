@@ -291,10 +291,10 @@ async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
 
 
 def message_tools(definitions: Any, choice: Any) -> tuple[list[Tool], ToolChoice]:
-    """The tools of a request, and what the answer may or must call.
+    """The tools of a request, and the calls that may or must come.
 
     Tools that Anthropic's servers would run (web search, ...) are refused: leaving them out would
-    change what the user asked for.
+    change the request.
     """
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(definitions or ()):

@@ -35,7 +35,7 @@ class KernelAttention:
     """Plans steps, in which only kernels write and read the store.
 
     The state is the ticket that orders the kernels.  prefill: the path of large prompts.  shapes:
-    the layers' shapes.  failed_kernels: not used; the registry says what replaces them.
+    the layers' shapes.  failed_kernels: not used; the registry names their fallbacks.
     """
 
     name = "kernels"

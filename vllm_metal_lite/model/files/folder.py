@@ -131,7 +131,7 @@ def load_checkpoint(
 
     Files that mlx-lm refuses may differ from it in a plain way: names without `model.`, as those of
     Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
-    folder for embeddings.  Otherwise raises what mlx-lm raises: each weight has one place.
+    folder for embeddings.  Otherwise raises mlx-lm's error: each weight has one place.
     """
     heads_made: list[str] = []
 

@@ -42,7 +42,7 @@ class Add:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.  A pooling request samples one token, which nobody gets."""
+        """The sampling parameters.  A pooling request samples one token, which is dropped."""
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
 
 

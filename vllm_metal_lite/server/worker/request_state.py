@@ -53,7 +53,7 @@ class RequestState:
     changed: indexes of answers that have grown, in order, until `changes` takes them.
     news: an event, set when `changed` has entries or the request has failed.
 
-    on_update: called after each step that brought something, with the time.
+    on_update: called after each step with news, with the time.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RequestState:
     # For EngineClient
 
     def take(self, updates: list[AnswerUpdate]) -> None:
-        """Record what a step has brought."""
+        """Record the news of a step."""
         now = time.monotonic()
         for update in updates:
             if update.num_cached_tokens is not None:
