@@ -94,7 +94,7 @@ class _Trials:
         if problem is not None:
             with one_by_one():  # raises if a launch fails
                 self._trial.problem(self.packed, attention, fusion)
-        # Without a GPU, kernels run only in tests, and tests replace parts that this finding covers.
+        # Without a GPU, kernels run only in tests, which replace parts that this finding covers.
         if problem is None and not backend.is_cpu():
             self._found.add(key, "passed")
         return problem
