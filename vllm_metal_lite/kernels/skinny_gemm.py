@@ -93,8 +93,8 @@ def skinny_gemm(
     `fits` says which inputs are served.  norm: is applied to x first, and has a weight.  bias:
     (outputs,), is added to the product.  gate: the result is the activation of y[:, :outputs / 2]
     times y[:, outputs / 2:].  residual: is added last, and has the result's shape.  plan: the
-    default is `gemm_plan`'s.  The kernel rounds where the separate operations would.  It rounds a quantised
-    weight as `mx.dequantize` does, or not at all if the plan is `in_lanes`.
+    default is `gemm_plan`'s.  The kernel rounds where the separate operations would.  It rounds a
+    quantised weight as `mx.dequantize` does, or not at all if the plan is `in_lanes`.
     """
     rows, (outputs, depth) = len(x), weight.shape
     width = outputs // 2 if gate else outputs

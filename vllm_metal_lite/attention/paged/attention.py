@@ -17,8 +17,7 @@ from vllm_metal_lite.attention.paged.step import KernelStepAttention, PagedPlan
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
 from vllm_metal_lite.attention.sdpa.fused import unfused
-from vllm_metal_lite.attention.segments import prompts_of
-from vllm_metal_lite.attention.step_arrays import make_step, upload_padded
+from vllm_metal_lite.attention.step_arrays import make_step, prompts_of, upload_padded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
