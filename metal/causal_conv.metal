@@ -4,7 +4,7 @@
 //   x         (N, X_WIDTH) of T          this step's rows, packed: CHANNELS columns from X_START on
 //   weight    (CHANNELS, K) of T         weight[c, K - 1] meets the row itself, weight[c, 0] the oldest
 //   bias      (CHANNELS,) of T           not read unless BIAS
-//   segments  (S, 2 + 2 M) int32         begin, initial slot, M pairs (end, slot); see kernels/segments.py
+//   segments  (S, 2 + 2 M) int32         begin, initial slot, M pairs (end, slot); see recurrence/kernels.py
 //   tiles     (T, 2) int32               segment, first row of a tile; see plan_conv_tiles
 //   states    (slots, K - 1, CHANNELS) of T  the store: the last K - 1 rows of a request, oldest first;
 //                                        declared as an input, and written

@@ -12,7 +12,7 @@
 //   LOW, HIGH, EPS, Q_SCALE                  the bits of floats: of gates (make_gates), of NORM
 //   skip      (V_HEADS,) of a float type     SKIP: skip * v is added to the result
 //   segments  (S, 2 + 2 M) int32             begin, initial slot, M pairs (end, slot); see
-//                                            kernels/segments.py
+//                                            recurrence/kernels.py
 //   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the store; declared as an input, and written
 //   ticket     float32 -> next_ticket (8,)     orders this launch among those that use the store
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding

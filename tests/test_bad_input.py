@@ -13,8 +13,8 @@ from tests.support.models import tiny_models as tiny
 from tests.support.refusal import Broken, refusal
 from tests.support.server.cli_kit import model_folder
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.cli.jsonl import BadLine, parse_line, result_line
-from vllm_metal_lite.cli.lines import OrderedWriter
+from vllm_metal_lite.cli.batch import BadLine, parse_line, result_line
+from vllm_metal_lite.cli.files import OrderedWriter
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine import intake
 from vllm_metal_lite.errors import ConfigError

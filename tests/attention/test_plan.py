@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.support.attention.cases import expected_pairs, make_batch
 from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.sdpa import planner
+from vllm_metal_lite.attention.sdpa.calls import joint_gathers
 from vllm_metal_lite.attention.sdpa.fused import Unfused
-from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.planner import _LEAST_TILE, NEVER, HostCall, places, split_packs
 
 ANY = 1 << 40

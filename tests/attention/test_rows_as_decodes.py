@@ -20,7 +20,7 @@ from tests.support.kernels.device import change_device, pad_to_powers_of_two
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLMEngine, SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.segments import as_decodes
+from vllm_metal_lite.attention.step_arrays import as_decodes
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.registry import Verdict

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_metal_lite.attention.segments import prompts_of
+from vllm_metal_lite.attention.step_arrays import prompts_of
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 

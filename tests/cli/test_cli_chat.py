@@ -267,7 +267,7 @@ def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", pipe(f"\n{message}\n\n"))
     assert main(["chat", str(model_folder()), *flags]) == 0
     out, err = capsys.readouterr()
-    assert err == "The answer is cut at 30 tokens (--max-tokens).\n"
+    assert err == "The answer was cut off at 30 tokens (--max-tokens).\n"
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": message}]
     llm = LLM(str(model_folder()), max_num_seqs=1)
     answer = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0].text
@@ -275,7 +275,7 @@ def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
 
     monkeypatch.setattr(sys, "stdin", pipe(b"\xff\xfe no UTF-8"))
     assert main(["chat", str(model_folder()), *flags]) == 0
-    assert capsys.readouterr().err == "The answer is cut at 30 tokens (--max-tokens).\n"
+    assert capsys.readouterr().err == "The answer was cut off at 30 tokens (--max-tokens).\n"
 
     monkeypatch.setattr(sys, "stdin", pipe("x" * CONTEXT))
     assert main(["chat", str(model_folder()), *flags]) == 1
@@ -289,7 +289,7 @@ def test_a_piped_answer_says_that_it_is_cut(capsys, monkeypatch):
     assert main(["chat", str(model_folder()), "--temperature", "0", "--max-model-len", "64"]) == 1
     out, err = capsys.readouterr()
     assert out
-    assert err == "error: the answer is cut: the context of 64 tokens is full\n"
+    assert err == "error: the answer was cut off: the context of 64 tokens is full\n"
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ import mlx.nn as nn
 import pytest
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
+from vllm_metal_lite.fusion.layers import fold_norm_weights
 
 
 class OnePlus(nn.Module):

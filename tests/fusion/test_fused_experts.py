@@ -17,9 +17,9 @@ from tests.support.models.configs import config_of
 from tests.support.models.fused import Fused
 from tests.support.models.rounding import medians, of_16_bits
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.experts import Summed
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.layers import fuse_layers
+from vllm_metal_lite.fusion.products import Summed
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.model.weights import mixtures

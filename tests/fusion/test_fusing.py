@@ -25,13 +25,13 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.joined import (
+from vllm_metal_lite.fusion.launches import FusedLaunches
+from vllm_metal_lite.fusion.layers import (
     JoinedPart,
     JoinedProjection,
     join_projections,
     joined_projections,
 )
-from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.columns import Columns
@@ -40,7 +40,7 @@ from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])

@@ -17,7 +17,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion import layers
 from vllm_metal_lite.fusion.launches import fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.find_layout import find_layout
+from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.specs import AttentionShape
 

@@ -28,15 +28,14 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
-from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.scores import Scores
-from vllm_metal_lite.kernels.segments import pack_segments
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.recurrence.kernels import pack_segments
 
 BEYOND = 1 << 31
 BLOCK_SIZE = 16

@@ -16,8 +16,8 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
-from vllm_metal_lite.kernels.limits import attention_problem
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
+from vllm_metal_lite.kernels.served_shapes import attention_problem
 from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")

@@ -17,7 +17,7 @@ from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
-from vllm_metal_lite.kernels.limits import attention_problem
+from vllm_metal_lite.kernels.served_shapes import attention_problem
 from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")

@@ -18,7 +18,7 @@ from tests.support.models.fused import Fused
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kernels.launch import bits
 from vllm_metal_lite.model import loader, trial
-from vllm_metal_lite.model.adapters.modules import rotation_limit
+from vllm_metal_lite.model.adapters import rotation_limit
 
 TRAINED = 64
 _YARN = {

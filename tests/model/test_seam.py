@@ -14,7 +14,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, Referen
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.calls import unwrap_call
-from vllm_metal_lite.model.find_layout import find_layout
+from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building, hooked
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, Mask, PagedLayerCache

@@ -15,8 +15,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.adapters.modules import adapt
-from vllm_metal_lite.model.find_layout import find_layout
+from vllm_metal_lite.model.adapters import adapt
+from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 
 # What routes a token to 4 of 16 experts, in many layers, is chaotic: rounding flips experts.

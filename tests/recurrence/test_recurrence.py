@@ -22,8 +22,8 @@ from tests.support.models.recurrent_steps import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
-from vllm_metal_lite.kernels.limits import recurrence_problem
 from vllm_metal_lite.kernels.recurrence import QKNorm
+from vllm_metal_lite.kernels.served_shapes import recurrence_problem
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.server.kit import user
-from vllm_metal_lite.server.anthropic_api.request_content import conversation
+from vllm_metal_lite.server.anthropic_api import conversation_of
 from vllm_metal_lite.server.errors import ApiError
 
 
@@ -20,7 +20,7 @@ def result(call_id, content):
 
 
 def messages(*given, system=None):
-    return list(conversation(list(given), system).messages)
+    return list(conversation_of(list(given), system).messages)
 
 
 def test_texts_are_joined():
@@ -78,11 +78,11 @@ def test_results_alone_are_no_message_of_the_user():
 
 def test_only_text_of_the_assistant_is_gone_on_with():
     said = {"role": "assistant", "content": [block("Well,")]}
-    begun = conversation([user("a"), said], None)
+    begun = conversation_of([user("a"), said], None)
     assert begun.template == {"continue_final_message": True}
     assert not begun.add_generation_prompt
     called = {"role": "assistant", "content": [block("Well,"), use("t1", "Read")]}
-    assert conversation([user("a"), called], None).add_generation_prompt
+    assert conversation_of([user("a"), called], None).add_generation_prompt
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from tests.support.server import raw_http
 from tests.support.server.cli_kit import SAFETY
 from tests.support.server.crowd import unclean, until
 from vllm_metal_lite import EngineConfig
-from vllm_metal_lite.server import security
-from vllm_metal_lite.server.anthropic_api import messages
+from vllm_metal_lite.server import anthropic_api, security
 from vllm_metal_lite.server.openai_api import pooling
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.openai_api.completions import CompletionRequest
@@ -35,8 +34,8 @@ ENDPOINTS = {
     "/v1/rerank": (pooling.RerankRequest, {"query": "hi", "documents": ["a"]}),
     "/v1/score": (pooling.ScoreRequest, {"text_1": "hi", "text_2": "a"}),
     "/v1/responses": (ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
-    "/v1/messages": (messages.MessagesRequest, {"messages": HI, "max_tokens": 2}),
-    "/v1/messages/count_tokens": (messages.CountTokensRequest, {"messages": HI}),
+    "/v1/messages": (anthropic_api.MessagesRequest, {"messages": HI, "max_tokens": 2}),
+    "/v1/messages/count_tokens": (anthropic_api.CountTokensRequest, {"messages": HI}),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }

@@ -11,7 +11,7 @@ from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.server.openai_api.output_items import EventWriter, OutputItems
+from vllm_metal_lite.server.openai_api.response_events import OutputItems, numbered_events
 from vllm_metal_lite.server.openai_api.response_tools import Callee
 
 RUN = {"type": "function", "name": "run", "strict": False, "parameters": {
@@ -114,7 +114,7 @@ def test_the_events_of_each_item(client, script, answer, summary, expected, pref
 
 
 def test_calls_have_different_ids_though_those_of_the_model_repeat():
-    output = OutputItems(EventWriter(), "1", {"wait": Callee("function", "wait")}, False)
+    output = OutputItems(numbered_events(), "1", {"wait": Callee("function", "wait")}, False)
     call = "<|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     answer = f"<|tool_calls_section_begin|>{2 * call}<|tool_calls_section_end|>"
     output.take(ChatParser(FORMATS["kimi_k2"], [Tool("wait")]).feed(answer))

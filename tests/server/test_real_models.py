@@ -21,7 +21,7 @@ from tests.support.chat.writers import WRITERS
 from tests.support.server.kit import text_model
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.sampling.constraint import Constraint
+from vllm_metal_lite.sampling.masks import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
 from vllm_metal_lite.server.text_model import TextModel

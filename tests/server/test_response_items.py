@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_metal_lite.server.errors import ApiError
-from vllm_metal_lite.server.openai_api.response_items import input_messages
+from vllm_metal_lite.server.openai_api.responses import input_messages
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "run", "arguments": '{"cmd": "ls"}'}
 CALLED = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}}

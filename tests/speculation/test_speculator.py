@@ -7,8 +7,7 @@ import pytest
 
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
-from vllm_metal_lite.speculation.pace import Pace, width
-from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Speculator
+from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Pace, Speculator, width
 from vllm_metal_lite.speculation.speculator import _Record as Record
 
 

@@ -8,8 +8,8 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.kernels.limits import attention_problem, recurrence_problem
 from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, Prefill, Verdict, unused_kernels
+from vllm_metal_lite.kernels.served_shapes import attention_problem, recurrence_problem
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
@@ -27,7 +27,7 @@ def no_kernels(
     option: "reference", "kernels" or "auto".  by_segment: why the model attends one segment at a
     time; None: it attends to packed rows.  A model that attends by segment reads K and V through
     MLX operations, which must not touch a store that kernels write.
-    recurrences: of the recurrent layers that work on packed rows.
+    recurrences: shapes of the recurrent layers that work on packed rows.
     Raises ConfigError for "kernels" if they cannot serve the model.
     """
     if by_segment is not None:

@@ -65,7 +65,7 @@ class ForwardBatch:
     last row of a segment; empty for a step without drafts.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
-    pooled: what the step computes for pooling requests; None if it has none.
+    pooled: the rows that pooling requests read; None if the step has none.
     """
 
     token_ids: np.ndarray

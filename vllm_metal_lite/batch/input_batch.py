@@ -162,7 +162,7 @@ class InputBatch:
         )
 
     def _scored_rows(self, seat: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The packed rows that score the next prompt token.  seat: of each row."""
+        """The packed rows that score the next prompt token.  seat: each row's."""
         first, end = self.prompt_logprobs_from[seat], self.num_prompt_tokens[seat]
         return np.flatnonzero((positions >= first) & (positions + 1 < end)).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Pooling requests: prompts whose hidden states are read, and that draw no token."""
+"""Pooling requests: prompts that give their hidden states and draw no token."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class PoolingTable:
         self._poolings.pop(key, None)
 
     def extend(self, batch: ForwardBatch, keys: Sequence[Hashable]) -> ForwardBatch:
-        """A step's batch, with what its pooling requests read.  keys: the key of each segment."""
+        """A step's batch, with the rows that pooling requests read.  keys: one per segment."""
         if not self._poolings:
             return batch
         terminal = set(batch.sample_segments.tolist())

@@ -8,17 +8,24 @@ import numpy as np
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error, store_error
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
 from vllm_metal_lite.checks.check import AttentionCheck
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
-from vllm_metal_lite.checks.values import draw, padded, rounded
+from vllm_metal_lite.checks.values import (
+    TOLERANCE,
+    draw,
+    largest,
+    largest_error,
+    padded,
+    rounded,
+    store_error,
+)
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
+from vllm_metal_lite.kernels.rope_write import NewRows
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 

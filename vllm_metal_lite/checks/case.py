@@ -20,7 +20,7 @@ from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
-# ROWS contexts: of one key, within a block, over many blocks, more than one split.
+# ROWS contexts: one key, keys within a block, keys over many blocks, more than one split.
 CONTEXTS = np.array((1, 7, 16, 33, 65, 130, 270, 300, 540))
 # Rows of each sequence in the prompt check: whole prompts, and chunks after a context.
 _PROMPT_ROWS = np.array((1, 7, 9, 3, 20, 1, 2, 5, 40))

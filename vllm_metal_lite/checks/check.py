@@ -66,7 +66,7 @@ S = TypeVar("S", bound=Shape)
 class Check(Generic[S]):
     """kernel: a name in the registry.
 
-    block_size: 0 if blocks do not matter.  rope: of the new rows; with `merge_partitions` and
+    block_size: 0 if blocks do not matter.  rope: rotates the new rows; with `merge_partitions` and
     `shared_prefix` it selects the fused decode.  beside: kernels that this check runs too, in
     addition to those that the kernel always needs.
     """

@@ -50,7 +50,7 @@ class Difference:
 class Comparison:
     """path, reason: the attention path that "auto" chose, and why.
 
-    tokens: how many were compared.  seconds: of the answers, by path.
+    tokens: the number compared.  seconds: the time of the answers, by path.
     """
 
     path: str
@@ -66,7 +66,7 @@ class Comparison:
 
 
 def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: None) -> Comparison:
-    """Answer the same prompts with the reference and with what "auto" chooses on this device.
+    """Answer the same prompts with the reference and with the path that "auto" chooses here.
 
     progress: gets the name of the part that begins.
     """

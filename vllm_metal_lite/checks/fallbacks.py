@@ -23,8 +23,8 @@ from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import Rope
+from vllm_metal_lite.kernels.rope_write import NewRows
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape
@@ -37,7 +37,7 @@ _PROMPTS = ((4, 512, 512), (1, 4096, 1024))
 _ROWS = 512
 
 Work = Callable[[], object]
-# By the kernel, and without it.
+# The work with the kernel, and without it.
 Pair = tuple[Work, Work]
 # Rotated queries, keys and values.
 Unfused = tuple[mx.array, mx.array, mx.array]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.limits import attention_problem, sees_prefixes
+from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -52,7 +52,7 @@ def checks_for(use: KernelUse) -> list[Check]:
 
 
 def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
-    """For each quantisation the least and the greatest depth."""
+    """Checks each quantisation at its least and its greatest depth."""
     checks: list[Check] = []
     for how in dict.fromkeys(weight.quantisation for weight in weights):
         by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
@@ -70,12 +70,12 @@ def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
 
 
 def _heads_only(shape: AttentionShape) -> AttentionShape:
-    """The parts of a shape that matter to queries: not masks, nor the format of the store."""
+    """The fields that affect queries; masks and the format of the store do not."""
     return replace(_rows_only(shape), kv_bits=None)
 
 
 def _rows_only(shape: AttentionShape) -> AttentionShape:
-    """The parts of a shape that matter to rows of the store: not masks."""
+    """The fields that affect stored rows; masks do not."""
     heads, dims = (shape.num_heads, shape.num_kv_heads), (shape.k_head_dim, shape.v_head_dim)
     return AttentionShape(*heads, *dims, shape.dtype, kv_bits=shape.kv_bits)
 

@@ -94,7 +94,7 @@ def _runner(opened: ExitStack) -> Run:
 class Child:
     """A process that calls functions.  Raises OSError if it cannot be started.
 
-    variables: of its environment, beside those of this process.
+    variables: added to the environment of this process.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -102,7 +102,9 @@ class Child:
         if words is None:
             raise OSError("there is no program to start")
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        self._errors: IO[bytes] | None = None  # what the process prints, if the disk has room
+        self._errors: IO[bytes] | None = (
+            None  # takes the output of the process, if the disk has room
+        )
         with ExitStack() as opened:
             with suppress(OSError):
                 self._errors = opened.enter_context(tempfile.TemporaryFile())

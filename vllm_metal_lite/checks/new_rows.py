@@ -8,16 +8,23 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest_error, store_error
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import AttentionCheck
-from vllm_metal_lite.checks.values import EPS, ROWS, draw, rms_norm, rounded
+from vllm_metal_lite.checks.values import (
+    EPS,
+    ROWS,
+    TOLERANCE,
+    draw,
+    largest_error,
+    rms_norm,
+    rounded,
+    store_error,
+)
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
-from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape, RopeShape
 

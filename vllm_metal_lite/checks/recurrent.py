@@ -14,9 +14,8 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest, largest_error
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.values import EPS, ROWS, draw
+from vllm_metal_lite.checks.values import EPS, ROWS, TOLERANCE, draw, largest, largest_error
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.recurrence import QKNorm
@@ -33,14 +32,14 @@ _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
 
 class _Segment(NamedTuple):
-    """start: tokens before its rows."""
+    """start: tokens computed before these rows."""
 
     start: int
     rows: int
     state: SegmentState
 
 
-# A decode, a whole prompt, a chunk behind a state that stays as it is.
+# A decode, a whole prompt, and a chunk after a state that stays as it is.
 _STEPS = (
     (
         _Segment(4, 1, SegmentState(0, 0)),
@@ -56,7 +55,7 @@ _STEPS = (
 )
 _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
 
-# What a layer does in a step of _STEPS, on rows of a type.
+# A layer's work in a step of _STEPS, on rows of one type.
 LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
 
 

@@ -37,7 +37,7 @@ def verify(use: KernelUse) -> Verdict:
 
 
 def remember(results: Sequence[CheckResult], found: Findings | None = None) -> None:
-    """Keep results for later starts.  results: of checks that timed kernels."""
+    """Keep results for later starts.  results: they come from checks that timed kernels."""
     found = found or Findings()
     for result in results:
         if (result.passed and not result.timing_failed) or result.ended:

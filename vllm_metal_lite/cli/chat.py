@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
             "completes text with it"
         )
     engine = build_engine(model, config, terminal.status)
-    from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
+    from vllm_metal_lite.cli.conversation import Conversation, Session  # they import MLX
 
     params = SamplingParams(**{**model.sampling_defaults, "max_tokens": None, **given})
     # An argument that is not UTF-8 arrives with lone surrogates, which tokenizers reject.

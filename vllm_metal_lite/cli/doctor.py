@@ -23,10 +23,10 @@ from vllm_metal_lite.checks import compare_tokens, isolated, ordering, speed, ve
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
-from vllm_metal_lite.cli import doctor_text, log, machine, shared_report
-from vllm_metal_lite.cli.context import context_that_fits
+from vllm_metal_lite.cli import doctor_report, log, machine, shared_report
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
+from vllm_metal_lite.cli.shared_report import context_that_fits
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.step_peak import step_peak_bytes
@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
         show(shared_report.without_names(list(lines), args.model))
 
     show(machine.describe(head["machine"]))  # unchanged: a host may have the name "Apple"
-    show(doctor_text.describe_memory(report))
+    show(doctor_report.describe_memory(report))
     try:
         _examine(report, args, show_found)
     except KeyboardInterrupt:
         report.interrupted = True
-        show_found(doctor_text.describe_interrupted(report))
+        show_found(doctor_report.describe_interrupted(report))
     except Exception as e:
         report.error = one_line(e)
         raise
@@ -78,21 +78,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(report: Report, args: argparse.Namespace, show: Show) -> None:
-    """Fill the report, and show each part as soon as it is known: of a model, or of the demo and
-    the shapes that most models have."""
+    """Fill the report, and show each part as soon as it is known.  The subject is a model, or
+    the demo and the shapes that most models have."""
     model = None
     if args.model is not None:
         with _section(report, "model", f"loading {args.model}"):
             model = load(args.model)
             report.model = shared_report.model_facts(args.model, model)
             report.model |= context_that_fits(model, step_peak_bytes)
-        show(doctor_text.describe_model(report))
+        show(doctor_report.describe_model(report))
     if model is not None and not backend.is_cpu():
         report.no_kernels = no_kernels(
             "auto", model.attention_shapes, model.packed.by_segment, model.usage.recurrences
         )
     if report.no_kernels:
-        show(doctor_text.describe_no_kernels(report))
+        show(doctor_report.describe_no_kernels(report))
     else:
         _examine_kernels(report, args, show, model)
 
@@ -108,16 +108,16 @@ def _examine_kernels(
             _run_checks(report, own, common, args)
     finally:
         verdicts.remember([result for result in report.checks if result.check in own])
-        show(doctor_text.describe_checks(report))
+        show(doctor_report.describe_checks(report))
     if not report.problems:
         with _section(report, "bandwidth", "measuring the memory's speed"):
             report.copy_bytes_per_second = speed.copy_bandwidth()
-        show(doctor_text.describe_bandwidth(report))
+        show(doctor_report.describe_bandwidth(report))
     # A kernel that hangs or ends its process would do the same in the graph of launches.
     if not any(result.ended for result in report.checks):
         with _section(report, "ordering", "checking the order of launches"):
             report.ordering = list(ordering.stress())
-    show(doctor_text.describe_order(report))
+    show(doctor_report.describe_order(report))
     with _section(report, "answers", "comparing answers"):
         try:
             report.answers = compare_tokens.compare(
@@ -125,8 +125,8 @@ def _examine_kernels(
             )
         except MetalLiteError as e:  # too little memory
             report.not_compared = one_line(e)
-    show(doctor_text.describe_answers(report))
-    show(doctor_text.describe_verdict(report))
+    show(doctor_report.describe_answers(report))
+    show(doctor_report.describe_verdict(report))
 
 
 @contextmanager

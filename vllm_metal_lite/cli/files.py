@@ -1,7 +1,15 @@
-"""Opens, checks and writes files; a bad name is refused before long work."""
+"""The files of commands: opened, checked, read ahead of the engine, and written in order.
+
+A bad name is refused before long work.
+"""
 
 import json
 import os
+import queue
+import stat
+import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,3 +72,90 @@ def _why_not(name: str, e: OSError | ValueError) -> str:
     if isinstance(e, FileExistsError):
         reason = "it exists, and is not overwritten: give another name"
     return f"{shorten(name)}: {reason}"
+
+
+def count_lines(file: BinaryIO) -> int | None:
+    """The number of lines that are not blank; None for a pipe, which can be read only once."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return None
+    start = file.tell()
+    count = sum(1 for line in file if line.strip())
+    file.seek(start)
+    return count
+
+
+class LineReader:
+    """Reads numbered lines ahead in a thread, so that a slow pipe does not stop the engine."""
+
+    def __init__(self, file: BinaryIO, ahead: int) -> None:
+        self._file = file
+        self._queue: queue.Queue[tuple[int, bytes] | OSError | None] = queue.Queue(ahead)
+        self.ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def next(self, timeout: float) -> tuple[int, bytes] | None:
+        """The next line that is not blank; None on a timeout or at the end (`ended`)."""
+        try:
+            item = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(item, OSError):
+            raise MetalLiteError(f"the input cannot be read: {item.strerror}")
+        self.ended = item is None
+        return item
+
+    def _read(self) -> None:
+        try:
+            for number, line in enumerate(self._file, 1):
+                if line.strip():
+                    self._queue.put((number, line))
+            self._queue.put(None)
+        except OSError as e:
+            self._queue.put(e)
+
+
+class OrderedWriter:
+    """Writes numbered results in the order of their numbers, each as soon as that order allows.
+
+    Output is unbuffered, and a file never ends in a partial line, even on a full disk.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Empty the file ("-": stdout)."""
+        is_stdout = name == "-"
+        number_or_name = sys.stdout.fileno() if is_stdout else name
+        self._file = open(number_or_name, "wb", buffering=0, closefd=not is_stdout)  # noqa: SIM115
+        os.set_blocking(self._file.fileno(), True)  # a full pipe makes us wait
+        self._next = 0
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._failed = False
+        self.num_written = 0
+
+    def put(self, position: int, result: dict[str, Any]) -> None:
+        """Take the result at a position (from 0, without gaps)."""
+        self._waiting[position] = result
+        while self._next in self._waiting:
+            self._next += 1
+            self._write(self._waiting.pop(self._next - 1))
+
+    def close(self) -> None:
+        """Write the waiting results."""
+        for position in sorted(self._waiting):
+            self._write(self._waiting[position])
+        self._file.close()
+
+    def _write(self, result: dict[str, Any]) -> None:
+        if self._failed:  # results after a gap would be out of order
+            return
+        line, done = json.dumps(result, ensure_ascii=False).encode() + b"\n", 0
+        try:
+            while done < len(line):
+                done += self._file.write(line[done:])
+        except OSError as e:
+            self._failed = True
+            with suppress(OSError):  # a pipe keeps what it got
+                self._file.truncate(self._file.tell() - done)
+            if isinstance(e, BrokenPipeError):
+                raise
+            raise MetalLiteError(f"the output cannot be written: {e.strerror}") from None
+        self.num_written += 1

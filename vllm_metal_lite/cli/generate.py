@@ -5,8 +5,13 @@ import sys
 from contextlib import closing
 
 from vllm_metal_lite.cli import log, options
-from vllm_metal_lite.cli.files import check_output, open_input
-from vllm_metal_lite.cli.lines import LineReader, OrderedWriter, count_lines
+from vllm_metal_lite.cli.files import (
+    LineReader,
+    OrderedWriter,
+    check_output,
+    count_lines,
+    open_input,
+)
 from vllm_metal_lite.cli.startup import build_engine, load_model
 
 # Requests in the engine per seat: enough to keep every seat busy, in bounded memory.

@@ -208,7 +208,7 @@ def _started(url: str, key: str, name: str | None, serve: list[str]) -> Iterator
 @contextmanager
 def _process(command: list[str], seconds: float, **how: Any) -> Iterator[subprocess.Popen]:
     """A process that `end_process` ends at the end of the block.  how: more options of Popen."""
-    # A signal that came before Popen returns would leave a process that nobody ends.
+    # A signal that came before Popen returns would leave the process running.
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )

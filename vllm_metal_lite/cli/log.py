@@ -56,7 +56,7 @@ def say(text: str, style: str = "{}") -> None:
 
 
 def progress(text: str) -> None:
-    """Show what is done now, until something else is shown."""
+    """Show the present work until something else is shown."""
     _LOGGER.info(text, extra={"transient": True})
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
-from vllm_metal_lite.cli.context import context_that_fits
 from vllm_metal_lite.cli.options import UsageError, engine_flag, local
+from vllm_metal_lite.cli.shared_report import context_that_fits
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, one_line, shorten, size_text
 from vllm_metal_lite.model.files.find import DEMO_PATH, hub_names, in_cache
@@ -38,8 +38,8 @@ cache    whether prefixes of prompts are cached
 fits     tokens of context, of all requests together, that fit into {memory}
          beside the weights (estimated; default options)"""
 
-# What is known of a model, as `--json` prints it.  name, source ("demo", "hub" or "folder"), path,
-# supported and problem are always there, the rest as far as the model can be read.
+# The facts of a model, as `--json` prints them.  name, source ("demo", "hub" or "folder"), path,
+# supported and problem are always there.  The rest is there if the model can be read.
 Entry = dict[str, Any]
 
 

@@ -2,15 +2,18 @@
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.cli import machine
-from vllm_metal_lite.cli.options import local
+from vllm_metal_lite.cli.options import engine_flag, local
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.memory import size_store, store_bytes
 
 
 def new_report(kind: str) -> dict[str, Any]:
@@ -65,3 +68,25 @@ def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_replaced(item, hidden) for item in value]
     return value
+
+
+def context_that_fits(
+    model: LoadedModel, peak_of: Callable[[LoadedModel, EngineConfig, int], int]
+) -> dict[str, Any]:
+    """The context that an engine with default options has, with the weights in memory.
+
+    peak_of: the bytes of a full step, measured or estimated.
+    The result has max_model_len, the longest request here; num_tokens and kv_store_bytes count all
+    requests together.  If the model does not fit, num_tokens is 0 and memory_problem says why.
+    """
+    config = EngineConfig()
+    try:
+        groups, max_model_len, _ = size_store(model, config, peak_of)
+    except OutOfMemoryError as e:
+        problem = e.spelled(engine_flag).removeprefix(f"{model.name} does not fit: ")
+        return {"max_model_len": 0, "num_tokens": 0, "memory_problem": problem}
+    return {
+        "max_model_len": max_model_len,
+        "num_tokens": groups[0].num_blocks * config.block_size,
+        "kv_store_bytes": store_bytes(model, groups, config.block_size),
+    }

@@ -9,8 +9,8 @@ from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import no_token
-from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.logprobs import Logprobs
+from vllm_metal_lite.sampling.masks import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 

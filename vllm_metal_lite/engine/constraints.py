@@ -14,8 +14,7 @@ import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.sampling.constraint import Constraint
-from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
+from vllm_metal_lite.sampling.masks import Constraint, TokenMasks, pack_mask
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput

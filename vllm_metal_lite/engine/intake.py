@@ -19,7 +19,7 @@ from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.sampling.constraint import Constraint
+from vllm_metal_lite.sampling.masks import Constraint
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request

@@ -8,14 +8,12 @@ value.  Rules name operations, and a few functions of mlx-lm (launches.py), but 
     z = rms_norm(y)       The rule for the norm of a sum asks the product to add x as well.  y
                           becomes the result, so nothing uses the first product and sum.
 
-    rules.py              the table of all rules: an operation, and the origin of its array
+    rule_table.py         the table of all rules: an operation, and the origin of its array
     traced.py             arrays with an origin
-    products.py, norms.py, heads.py, experts.py, routing.py       origins and rules, by subject
-    layer_cache.py        new K and V rows wait for their queries, so that one launch takes both
+    products.py, norms.py, heads.py, routing.py       origins and rules, by subject
     decide.py, tune.py    whether launches are fused: by a trial, and by timing
 
-When it is loaded, a model is changed: its layers return arrays with origins (layers.py),
-projections of one input are joined (joined.py), and norms keep their computed weight
-(fold_norms.py).  launches.py has the result as a value, FusedLaunches.  context.py holds what the
-forward that is being built may use.
+When a model is loaded, layers.py changes it: its layers return arrays with origins, projections of
+one input are joined, and norms keep their computed weight.  launches.py has the result as a value,
+FusedLaunches.  context.py holds the step and the kernels of the forward that is being built.
 """

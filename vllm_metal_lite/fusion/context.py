@@ -1,4 +1,4 @@
-"""What the fused forward that is being built may use."""
+"""The step and the kernels of the fused forward that is being built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class FusedKernels:
 
 
 class FusionContext(NamedTuple):
-    """step: of the forward that is being built; None outside of a forward."""
+    """step: the step whose forward is being built; None outside a forward."""
 
     step: Step | None = None
     kernels: FusedKernels = FusedKernels()

@@ -105,7 +105,7 @@ class _Trials:
             if problem is not None:
                 with one_by_one():  # raises if a launch fails
                     run()
-        # Without a GPU, kernels run only in tests, which change what this finding depends on.
+        # Without a GPU, kernels run only in tests, which replace parts that this finding covers.
         if problem is None and not backend.is_cpu():
             self._found.add(key, "passed")
         return problem

@@ -1,4 +1,4 @@
-"""What a model's steps fuse, as one immutable value; and the change of the model for it."""
+"""The launches that a model's steps fuse, as one immutable value, and the model's preparation."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -9,12 +9,16 @@ from mlx_lm.models import activations, gemma3_text
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.fusion.context import NO_ROWS, FusedKernels, fusing
-from vllm_metal_lite.fusion.fold_norms import fold_norm_weights
-from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
-from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
-from vllm_metal_lite.fusion.layers import fuse_layers
+from vllm_metal_lite.fusion.heads import FusedLayerCache
+from vllm_metal_lite.fusion.layers import (
+    JoinedProjection,
+    fold_norm_weights,
+    fuse_layers,
+    join_projections,
+    joined_projections,
+)
 from vllm_metal_lite.fusion.routing import compiled_routers, run_uncompiled
-from vllm_metal_lite.fusion.rules import hooks
+from vllm_metal_lite.fusion.rule_table import hooks
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
 from vllm_metal_lite.model.packed import Fusion

@@ -15,7 +15,7 @@ from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.recurrence.columns import columns_of
+from vllm_metal_lite.recurrence.tracked_columns import columns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def add_clipped(value: mx.array, x: mx.array, y: mx.array) -> mx.array:
 
 
 def norm_gated(value: mx.array, h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x behind a recurrence, where x is a norm of h: one launch."""
+    """silu(gate) * x after a recurrence, where x is a norm of h: one launch."""
     origin = origin_of(x)
     of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
     if not of_h or gate.shape != h.shape or gate.dtype != h.dtype:

@@ -7,7 +7,8 @@ a model writes them:
     weights /= weights.sum(axis=-1, keepdims=True)               RouterWeights, of Total
 
 The Choice launches the kernel, since no rule may follow.  Each rule behind it launches again, with
-more of the work (`RouterWeights.relaunch`); of these launches MLX runs only the last (rules.py).
+more of the work (`RouterWeights.relaunch`).  MLX runs only the last of these launches
+(rule_table.py).
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Arrays that record their origin.  The rules for operations on them are in rules.py."""
+"""Arrays that record their origin.  The rules for operations on them are in rule_table.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.model.seam.layer_cache import RotaryKeys
-from vllm_metal_lite.recurrence.columns import ColumnsOf
+from vllm_metal_lite.recurrence.tracked_columns import ColumnsOf
 
 # An operation of MLX, a function of a model, or a rule.
 Function = Callable[..., Any]
@@ -25,8 +25,8 @@ class Traced(ColumnsOf):
         self.rows = rows
 
     def become(self, other: "Traced") -> None:
-        """Take the value and the origin of the same array from a larger launch (rules.py), or of
-        this array after a change in place."""
+        """Take the value and the origin of the same array from a larger launch (rule_table.py), or
+        of this array after a change in place."""
         self.set_value(other)
         self.origin, self.rows = other.origin, other.rows
 

@@ -104,7 +104,7 @@ class _Steps:
     def winning_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
-        what: the name of its work in messages.  weight_types: of the weights that it reads.
+        what: the name of its work in messages.  weight_types: types of the weights that it reads.
         """
         # A stage without such weights takes part: its forward is a part of each step.
         counts = sorted(Counter(chain(*self.ranks.gather([*weight_types]))).items())

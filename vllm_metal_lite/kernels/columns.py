@@ -8,7 +8,7 @@ from vllm_metal_lite.kernels.launch import Template
 
 class Columns(NamedTuple):
     """The columns from `start` on of an array (N, width) or (N, 1, width), row-contiguous: heads,
-    latents or gates of N packed rows.  origin: of the array (fusion/traced.py), if known.
+    latents or gates of N packed rows.  origin: the array's (fusion/traced.py), if known.
     """
 
     array: mx.array

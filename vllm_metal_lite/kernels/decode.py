@@ -7,7 +7,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
-from vllm_metal_lite.kernels.new_rows import NewRows, query_inputs
+from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
 from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kernels.store import STORE, LayerStore

@@ -54,9 +54,9 @@ def expert_topk(
 ) -> tuple[mx.array, mx.array]:
     """The chosen experts (rows, top_k) in uint32, and their weights (rows, top_k).
 
-    logits: (rows, experts) that `fits` allows.  dtype: of scores and weights, by default that of
-    logits.  bias: (experts,), added to the scores that choose; the sum is rounded to sum_dtype.
-    metal/expert_topk.metal says what else is rounded.
+    logits: (rows, experts) that `fits` allows.  dtype: the type of scores and weights; the default
+    is that of logits.  bias: (experts,), is added to the scores that choose; the sum is rounded to
+    sum_dtype.  metal/expert_topk.metal names the other roundings.
     """
     rows, experts = logits.shape
     check_array("bias", bias, (experts,))

@@ -1,4 +1,4 @@
-"""The norm behind a recurrence and its gate, in one launch."""
+"""The norm after a recurrence, and its gate, in one launch."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.columns import Columns, columns_template
@@ -26,7 +26,7 @@ def gated_rms_norm(
 
     x: (N, ...), N rows.  z: the gate, with as many columns as x.  weight: (dim,), or one
     for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: not
-    SiLU.  x, z and weight are of one type.  metal/gated_rms_norm.metal says what is rounded.
+    SiLU.  x, z and weight are of one type.  metal/gated_rms_norm.metal lists the roundings.
     """
     rows, width, dtype = len(x), x.size // max(len(x), 1), x.dtype
     check_array("x", x.reshape(rows, width), (rows, width // dim * dim))

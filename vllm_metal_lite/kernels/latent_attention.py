@@ -78,7 +78,7 @@ def latent_attention(
 @cache
 def _runs(most: int, splits: int, heads: int, scale: float, spec: LayerSpec, size: int) -> bool:
     """Whether this device runs `most` simdgroups, tried with one row that sees no key: it may allow
-    fewer threads, because each needs many registers.  size: of blocks."""
+    fewer threads, because each needs many registers.  size: tokens per block."""
     q, q_pe = (mx.zeros((1, heads, n), spec.dtype) for n in (spec.k_head_dim, spec.v_head_dim))
     kept, none = PagedStore([spec], 0, size), mx.zeros((1, MIN_ELEMENTS), mx.int32)
     store = LayerStore(kept.keys[0], kept.values[0], new_ticket(), spec, size)

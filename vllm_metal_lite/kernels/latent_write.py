@@ -19,8 +19,8 @@ class NewLatents(NamedTuple):
     """This step's rows of a latent layer, as products returned them.
 
     q: starts at the first head's rotary part; heads are `stride` columns apart.  latent, k_pe: the
-    columns of latents and rotary keys.  norm: of the latents, with a weight.  rope: of the rotary
-    parts.
+    columns of latents and rotary keys.  norm: normalises the latents, and has a weight.  rope:
+    rotates the rotary parts.
     """
 
     q: Columns

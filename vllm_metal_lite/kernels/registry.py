@@ -22,7 +22,7 @@ _EXPERTS = "mlx-lm's experts are used"
 class KernelRow:
     """name: in results of checks and in warnings.  A kernel is named like its file in metal/.
 
-    fallback: what replaces it, as a warning words it.
+    fallback: the replacement, as a warning words it.
     check: "module.function" in checks/.
     timed_against: the function of checks/fallbacks.py that times the kernel beside its
         fallback; "": the kernel is not timed.
@@ -102,12 +102,12 @@ _ROWS = (
     KernelRow(
         "latent_write", "MLX's norm and rotation, and kv_write, are used", "new_rows.write", "write"
     ),
-    KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
-    KernelRow("skinny_gemm", "MLX's product is used", "fused.product"),
-    KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
-    KernelRow("expert_plan", _EXPERTS, "experts.expert_plan"),
-    KernelRow("expert_gemm", _EXPERTS, "experts.product", needs=("expert_plan", "expert_sum")),
-    KernelRow("expert_sum", _EXPERTS, "experts.weighted_sum"),
+    KernelRow("add_rms_norm", "MLX's sum and norm are used", "products.add_norm", "add_norm"),
+    KernelRow("skinny_gemm", "MLX's product is used", "products.product"),
+    KernelRow("expert_topk", "MLX's operations choose experts", "products.topk"),
+    KernelRow("expert_plan", _EXPERTS, "products.expert_plan"),
+    KernelRow("expert_gemm", _EXPERTS, "products.mixture", needs=("expert_plan", "expert_sum")),
+    KernelRow("expert_sum", _EXPERTS, "products.weighted_sum"),
     KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),
     KernelRow("gated_delta", _OPERATIONS, "recurrent.recurrence", essential=True),
     KernelRow(

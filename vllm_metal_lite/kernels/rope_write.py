@@ -1,11 +1,81 @@
 """Normalises and rotates a layer's queries and keys, and writes keys and values to the paged store,
-in one launch."""
+in one launch.
+
+NewRows are the input of each kernel that does this, so also of `fused_decode`.
+"""
+
+from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.launch import Kernel, Template, bits
+from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
+from vllm_metal_lite.kv.store import LayerSpec
+
+# Template values of rows that are not rotated.
+_NO_ROPE = Rope(0, False, None, 1.0, None).template
+# Template values that disable the fused inputs.
+_NO_NEW_ROWS: Template = {
+    **_NO_ROPE,
+    **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
+    **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
+    "Q_R": mx.float32,
+    "K_R": mx.float32,
+}
+
+
+class NewRows(NamedTuple):
+    """This step's rows of a layer: queries, keys and values as a product returned them.
+
+    A kernel normalises q and k if they have a norm, rotates them unless rope is None, and writes k
+    and v to the store.
+    """
+
+    q: Columns
+    k: Columns
+    v: Columns
+    num_heads: int
+    rope: Rope | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    @property
+    def arrays(self) -> list[mx.array | None]:
+        """The kernel inputs q, k, v, q_weight, k_weight and freqs."""
+        weights = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        freqs = None if self.rope is None else self.rope.frequencies
+        return [self.q.array, self.k.array, self.v.array, *weights, freqs]
+
+    def template(self, spec: LayerSpec) -> Template:
+        """Template values for a store of this layer."""
+        k_dim, dtype, rows = spec.k_head_dim, spec.dtype, len(self.q.array)
+        template = dict(_NO_ROPE if self.rope is None else self.rope.template)
+        kv_heads = spec.num_kv_heads
+        sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * spec.v_head_dim
+        for name, columns, size in zip("qkv", (self.q, self.k, self.v), sizes, strict=True):
+            template |= columns_template(name, columns, rows, size, dtype)
+        for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):
+            weight, eps = norm or (None, 0.0)
+            template[f"{name}_NORM"] = norm is not None
+            template[f"{name}_WEIGHT"] = weight is not None
+            template |= {f"{name}_EPS": bits(eps), f"{name}_R": norm_dtype(dtype, weight)}
+        return template
+
+
+def query_inputs(
+    q: mx.array | NewRows, spec: LayerSpec
+) -> tuple[int, int, list[mx.array | None], Template]:
+    """Rows and heads of q, `NewRows.arrays`, and its template values, FUSED included.
+
+    q: queries (B, H, k_head_dim), which stand in for keys and values; or new rows.
+    """
+    if isinstance(q, NewRows):
+        return len(q.q.array), q.num_heads, q.arrays, {"FUSED": True, **q.template(spec)}
+    rows, heads, _ = q.shape
+    return rows, heads, [q, q, q, None, None, None], {"FUSED": False, **_NO_NEW_ROWS}
+
 
 _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
 _ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])

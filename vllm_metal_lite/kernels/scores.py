@@ -7,9 +7,9 @@ from vllm_metal_lite.kernels.launch import Template, bits
 
 
 class Scores(NamedTuple):
-    """scale: of the products.  window: tokens that a query sees, including its own.  softcap:
-    scores become softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head,
-    without a value.
+    """scale: multiplies the products.  window: tokens that a query sees, including its own.
+    softcap: scores become softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit
+    per head, without a value.
     """
 
     scale: float

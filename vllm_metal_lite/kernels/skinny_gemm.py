@@ -90,11 +90,11 @@ def skinny_gemm(
 ) -> mx.array:
     """x (rows, depth) @ weight (outputs, depth).T, in 16-bit floats, summed in float32.
 
-    `fits` says which are served.  norm: applied to x first; with a weight.  bias: (outputs,), is
-    added to the product.  gate: the result is the activation of y[:, :outputs / 2] times y[:,
-    outputs / 2:].  residual: of the result's shape, added last.  Rounds where the separate
-    operations would; a quantised weight as `mx.dequantize`, or not at all if the plan is
-    `in_lanes`.  plan: by default `gemm_plan`'s.
+    `fits` says which inputs are served.  norm: is applied to x first, and has a weight.  bias:
+    (outputs,), is added to the product.  gate: the result is the activation of y[:, :outputs / 2]
+    times y[:, outputs / 2:].  residual: is added last, and has the result's shape.  plan: the
+    default is `gemm_plan`'s.  The kernel rounds where the separate operations would.  It rounds a
+    quantised weight as `mx.dequantize` does, or not at all if the plan is `in_lanes`.
     """
     rows, (outputs, depth) = len(x), weight.shape
     width = outputs // 2 if gate else outputs

@@ -19,12 +19,12 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer stores per token.
+    """The rows that one attention layer stores per token.
 
-    dtype: of the values, also after dequantisation.
+    dtype: the type of the values, also after dequantisation.
     window: tokens that a query sees, its own included; None = all.
     attention_chunk: a query sees only its own chunk of this many tokens; None = all.
-    bits: per quantised value, 8 or 4; None = not quantised.
+    bits: 8 or 4 per quantised value; None = not quantised.
     """
 
     num_kv_heads: int

@@ -2,13 +2,15 @@
 
 files/        the folder of a model: found, checked, read
 ranks/        a rank's part of a model: a shard of each layer, or a stage of layers
-seam/         what a packed forward replaces: caches, MLX's functions
+seam/         replaces caches and MLX's functions in a packed forward
 sequences/    modules that must see sequences
-adapters/     replaces modules of mlx-lm that the seam cannot serve
+adapters.py   replaces modules of mlx-lm that the seam cannot serve
 calls.py      changes or observes calls of single modules
-weights.py    weights as the kernels take them
-find_layout.py, packed.py, trial.py, fit.py, usage.py
-              find a model's caches; run it packed; choose and test the mode
+weights.py    types of weights; weights as the kernels take them
+layout.py     finds a model's caches, and the modules that use them
+packed.py     runs a model over packed rows
+trial.py, fit.py, usage.py
+              test and choose the mode; note the operations of a model
 loader.py     loads a model by name
 """
 

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 import mlx.nn as nn
 
-from vllm_metal_lite.model.adapters.modules import rotation_limit
+from vllm_metal_lite.model.adapters import rotation_limit
 
 _KEYS = (
     "max_position_embeddings",

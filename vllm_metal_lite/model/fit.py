@@ -24,7 +24,7 @@ from vllm_metal_lite.model.usage import Usage
 logger = logging.getLogger(__name__)
 
 
-# The model, ready for packed steps, and what it asks of the kernels.
+# The model, ready for packed steps, and the shapes that the kernels must serve.
 Fit = tuple[PackedModel, Usage]
 
 

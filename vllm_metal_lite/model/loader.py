@@ -18,28 +18,26 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.context import context_length
-from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import (
     load_checkpoint,
     loading,
     read_config,
     remote_code_error,
+    sampling_defaults,
 )
-from vllm_metal_lite.model.files.generation_config import sampling_defaults
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.files.tokenizer import end_token_ids, read_tokenizer
-from vllm_metal_lite.model.find_layout import find_layout
 from vllm_metal_lite.model.fit import Fit, fit, foresee
-from vllm_metal_lite.model.layout import Layout
+from vllm_metal_lite.model.layout import Layout, find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.ranks.shards import shard
 from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import mixtures, product_weights
+from vllm_metal_lite.model.weights import cast, expand, mixtures, product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
@@ -53,14 +51,14 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
-    usage: what the model asks of the kernels.
+    usage: the shapes that the kernels must serve.
     max_position: the longest context in tokens.  context_guess: the source of this number if it is
     a guess, otherwise None.
-    sampling_defaults: SamplingParams fields of requests that name none.
+    sampling_defaults: SamplingParams fields for requests that do not set them.
     kv_bits: bits per stored K or V value; None: not quantised.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
-    config: of config.json, as mlx-lm completes it; with the code that comes with the model.
+    config: config.json as mlx-lm completes it, with the code that comes with the model.
     """
 
     name: str
@@ -128,7 +126,7 @@ class LoadedModel:
         return sum(state.nbytes for state in self.packed.layout.states)
 
     def kernel_use(self, block_size: int) -> KernelUse:
-        """What the model asks of the kernels, over a store with blocks of block_size tokens."""
+        """The shapes that the kernels must serve, over a store with blocks of block_size tokens."""
         model, usage = self.packed.model, self.usage
         # mlx-lm uses this function for the gated norm after the gated delta rule.
         gated = namespaces(model, activations.precise_swiglu)

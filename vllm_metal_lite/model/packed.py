@@ -58,7 +58,7 @@ class Fusion:
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about what is fused."""
+        """The part of the start-up line about fused launches."""
         return ""
 
     def building(self, step: Step) -> AbstractContextManager[None]:
@@ -108,7 +108,7 @@ class PackedModel:
             unwrap_call(module)
 
     def _select_rows(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The wanted rows of what the body's call returns."""
+        """The wanted rows of the body's result."""
         h, rows = call(*args, **kwargs), self._rows
         if rows is None or not isinstance(h, mx.array) or h.ndim != 3:
             return h

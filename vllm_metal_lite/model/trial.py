@@ -171,9 +171,9 @@ class Trial:
     ) -> str | None:
         """In one line how the logits of a packed model differ, or None if the model fits.
 
-        attention: over a store of 4 blocks.  An exception is no answer: the caller gets it.
+        attention: attends over a store of 4 blocks.  An exception is no answer: the caller gets it.
         """
-        # By the kind of row.
+        # Keys are kinds of rows.
         errors: dict[str, list[float]] = defaultdict(list)
         noise: dict[str, list[np.ndarray]] = defaultdict(list)
         for number in range(_DRAWS):

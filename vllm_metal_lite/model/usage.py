@@ -13,8 +13,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.model.packed import PackedForward
-from vllm_metal_lite.model.seam.hooks import Hook, hooked
-from vllm_metal_lite.model.seam.scaling import ScalingAt
+from vllm_metal_lite.model.seam.hooks import Hook, ScalingAt, hooked
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 
@@ -22,8 +21,8 @@ from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 class Usage:
     """The shapes of a model's operations.
 
-    recurrences: of layers that work on packed rows.  hidden_sizes: sizes of the normalised rows,
-    except heads.
+    recurrences: shapes of the layers that work on packed rows.  hidden_sizes: sizes of the
+    normalised rows, except heads.
     """
 
     def __init__(self) -> None:
@@ -97,7 +96,9 @@ class Usage:
     def _rope(self, original: Callable, x: mx.array, dims: int, **how: Any) -> mx.array:
         angles = how["traditional"], how["base"], how["scale"]
         scaled, count, factor = self._scaled or (None, 0, 1.0)
-        factor = factor if scaled is x and count == dims else 1.0  # of the first `dims` elements
+        factor = (
+            factor if scaled is x and count == dims else 1.0
+        )  # scales the first `dims` elements
         rope = RopeShape(dims, *angles, factor=factor)
         self._ropes[x.shape[-1], rope] = None
         return original(x, dims, **how)

@@ -81,7 +81,7 @@ class BatchStates:
 
     def __init__(self, state_store: StateStore) -> None:
         self._state_store = state_store
-        # By the batch's index.  A later module may replace a state that an earlier one has set.
+        # Inner keys are indices of batches.  A later module may replace a state of an earlier one.
         self._new: dict[Key, dict[int, tuple[SequenceBatch, mx.array]]] = {}
 
     def get(self, seqs: SequenceBatch, key: Key) -> mx.array | None:

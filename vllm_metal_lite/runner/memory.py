@@ -27,8 +27,9 @@ _IDLE_SHARE = 1 / 16
 
 # The share of the memory for store and checkpoints that checkpoints get.
 _CHECKPOINT_SHARE = 0.25
-# A conversation uses up to five: behind the system prompt, where its last turn began, before the
-# question, behind it, and behind the answer.  For each running conversation, two more may be idle.
+# A conversation uses up to five: after the system prompt, where its last turn began, before the
+# question, after the question, and after the answer.  Each running conversation may have two idle
+# ones beside it.
 _CHECKPOINTS_A_SEAT = 15
 
 _ANY_LENGTH = 1 << 62
@@ -45,7 +46,7 @@ def size_store(
 
     peak_of: the bytes that a full step needs beyond weights, states and store.
     config.num_blocks, if given, sizes the first group; the other groups get the most that running
-    requests can need, and what the memory has for windows of idle prefixes.
+    requests can need, and the share of memory for windows of idle prefixes.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
     max_model_len exceeds the model's context or the blocks.  A guessed context length only causes a
     warning.
@@ -110,7 +111,7 @@ class _Sizing:
     max_model_len: int
 
     def given(self, num_blocks: int, limit: int) -> tuple[list[KVGroup], int]:
-        """The KV groups and the state slots, with num_blocks in the first group."""
+        """Sizes for a given num_blocks of the first group: (groups, state slots)."""
         first, *others = kv_groups(self.model.kv_specs)
         groups = [replace(first, num_blocks=num_blocks)]
         groups += [replace(g, num_blocks=min(num_blocks, self._most_owned(g))) for g in others]

@@ -47,7 +47,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
         lengths,
         [SegmentState(0, 0)] * count,
     )
-    gc.collect()  # what is freed later would hide a part of the peak
+    gc.collect()  # memory that is freed later would hide a part of the peak
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     _run(model, attention, batch, min(config.max_logits_rows, rows))

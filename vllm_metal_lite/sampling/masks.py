@@ -1,7 +1,8 @@
-"""Masks over the vocabulary: the tokens that a row of a step may have."""
+"""Limits on the tokens of a row: masks over the vocabulary, and the interface of their makers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -23,3 +24,30 @@ def pack_mask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
     allowed[[t for t in token_ids if 0 <= t < vocab_size]] = True
     return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+class Constraint(Protocol):
+    """The tokens that may continue one answer.  Its state follows the answer's tokens."""
+
+    def fill(self, bits: np.ndarray) -> bool:
+        """Write the tokens that may come next, (ceil(V / 32),) uint32 as in TokenMasks.
+
+        False: any token may come next; `bits` is unchanged.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Record the answer's next token, sampled or forced."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens, because their step failed."""
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, in order; [] if there is a choice."""
+        ...
+
+    def error(self) -> str:
+        """The error of a constraint that has failed: no token may come next.  "": it works."""
+        ...

@@ -2,18 +2,55 @@
 
 A processor keeps the option's value for each seat.  `of_rows` puts the values of a step's rows on
 the device.  An unchanged decode batch reuses the result.
+
+Drafts tell a processor which drafts come before a row: a request with k drafts has 1 + k rows that
+follow one another, and row i is sampled as if the first i drafts were the request's tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.sampling.drafts import Drafts
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT
 from vllm_metal_lite.sampling.logits import row_numbers
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
+
+NO_DRAFTS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """depth: (T,) uint64, the number of drafts before each row.  token_ids: (T,) int32, the draft
+    after each row, or NO_DRAFT."""
+
+    depth: np.ndarray
+    token_ids: np.ndarray
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray) -> "Drafts":
+        """token_ids: see ForwardBatch.draft_token_ids."""
+        rows = np.arange(len(token_ids))
+        starts = np.append(True, token_ids[:-1] == NO_DRAFT)
+        return cls((rows - np.maximum.accumulate(rows * starts)).astype(np.uint64), token_ids)
+
+    def before(self, rows: np.ndarray) -> tuple[mx.array, mx.array]:
+        """(index into `rows`, token) of each draft before each of these rows."""
+        tokens, _ = self.matrix(rows)
+        index, at = np.nonzero(tokens != NO_DRAFT)
+        return mx.array(index.astype(np.int32)), mx.array(tokens[index, at])
+
+    def matrix(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The drafts before each of these rows, (R, K) int32 padded at the end, and their number
+        (R, 1)."""
+        depth = self.depth[rows].astype(np.int32)
+        width = np.arange(max(int(depth.max()), 1))
+        at = np.minimum((rows - depth)[:, None] + width, len(self.token_ids) - 1)
+        tokens = np.where(width < depth[:, None], self.token_ids[at], NO_DRAFT)
+        return tokens.astype(np.int32), depth[:, None]
+
 
 LARGE = 1e18  # bounds options that have no limit, so that float32 holds their products
 
@@ -91,13 +128,8 @@ class AllowedTokens(LogitsProcessor[np.ndarray]):
         return Operation(lambda x, grammar: masks.apply(x))
 
 
-class _Bias(NamedTuple):
-    token_ids: np.ndarray
-    addends: np.ndarray
-
-
-class LogitBias(LogitsProcessor[_Bias]):
-    """Adds to the logits of some tokens."""
+class LogitBias(LogitsProcessor[tuple[np.ndarray, np.ndarray]]):
+    """Adds to the logits of some tokens.  A seat keeps (token ids, addends)."""
 
     def add(self, req_index: int, bias: Mapping[int, float], vocab_size: int) -> None:
         """Ids outside the vocabulary have no effect."""
@@ -105,21 +137,18 @@ class LogitBias(LogitsProcessor[_Bias]):
         if known:
             addends = np.clip(np.array(list(known.values()), np.float64), -LARGE, LARGE)
             tokens = np.array(list(known), np.int32)
-            self.seats[req_index] = _Bias(tokens, addends.astype(np.float32))
+            self.seats[req_index] = tokens, addends.astype(np.float32)
 
-    def gather(self, members: Members[_Bias], rows: SampledRows) -> Operation:
-        at = _index((row, bias.token_ids) for row, bias in members)
-        addends = mx.array(np.concatenate([bias.addends for _, bias in members]))
+    def gather(
+        self, members: Members[tuple[np.ndarray, np.ndarray]], rows: SampledRows
+    ) -> Operation:
+        at = _index((row, token_ids) for row, (token_ids, _) in members)
+        addends = mx.array(np.concatenate([each for _, (_, each) in members]))
         return Operation(lambda x, grammar: x.astype(mx.float32).at[at].add(addends))
 
 
-class _MinTokens(NamedTuple):
-    stop_token_ids: np.ndarray
-    min_tokens: int
-
-
-class MinTokens(LogitsProcessor[_MinTokens]):
-    """Excludes stop tokens before min_tokens.
+class MinTokens(LogitsProcessor[tuple[np.ndarray, int]]):
+    """Excludes stop tokens before min_tokens.  A seat keeps (stop tokens, min_tokens).
 
     num_generated: (max_num_seqs,) int, the sampler's own count.
     """
@@ -131,14 +160,16 @@ class MinTokens(LogitsProcessor[_MinTokens]):
     def add(self, req_index: int, min_tokens: int, ends: Iterable[int], vocab_size: int) -> None:
         known = [t for t in ends if 0 <= t < vocab_size]
         if known and min_tokens > self._num_generated[req_index]:
-            self.seats[req_index] = _MinTokens(np.array(known, np.int32), min_tokens)
+            self.seats[req_index] = np.array(known, np.int32), min_tokens
 
-    def gather(self, members: Members[_MinTokens], rows: SampledRows) -> Operation | None:
+    def gather(
+        self, members: Members[tuple[np.ndarray, int]], rows: SampledRows
+    ) -> Operation | None:
         known = self._num_generated[rows.req_indices]
         if rows.drafts is not None:
             known = known + rows.drafts.depth.astype(np.int32)
-        left = {row: seat.min_tokens - int(known[row]) for row, seat in members}
-        below = [(row, seat.stop_token_ids) for row, seat in members if left[row] > 0]
+        left = {row: min_tokens - int(known[row]) for row, (_, min_tokens) in members}
+        below = [(row, stop_token_ids) for row, (stop_token_ids, _) in members if left[row] > 0]
         if not below:
             return None
         at, calls_left = _index(below), min(left[row] for row, _ in below)

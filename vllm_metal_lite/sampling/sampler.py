@@ -22,14 +22,15 @@ from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.bad_words import BadWords
-from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logprobs import Logprobs, gather_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.penalties import Penalties
 from vllm_metal_lite.sampling.processors import (
     LARGE,
+    NO_DRAFTS,
     AllowedTokens,
     DeviceMasks,
+    Drafts,
     LogitBias,
     MinTokens,
     Operation,
@@ -106,7 +107,7 @@ class Sampler:
             self._min_tokens,
             self._penalties,
         )
-        self._version = 0  # of the options
+        self._version = 0  # counts changes of the options
         self._metadata: _SamplingMetadata | None = None
 
     def add(
@@ -185,7 +186,7 @@ class Sampler:
         row, all distinct except for drafts.  Counts one more generated token for each.  If any
         request wants logprobs, all rows get the largest number requested.  grammar: the tokens a
         grammar allows some rows in this step, applied before logprobs.
-        draft_token_ids: see ForwardBatch; empty: no drafts.  A row behind drafts is sampled as if
+        draft_token_ids: see ForwardBatch; empty: no drafts.  A row after drafts is sampled as if
         these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """
         if logits.shape != (len(req_indices), self.vocab_size):

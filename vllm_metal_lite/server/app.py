@@ -12,8 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import events, openapi, page, status
-from vllm_metal_lite.server.anthropic_api import messages
+from vllm_metal_lite.server import anthropic_api, events, openapi, page, status
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
@@ -37,8 +36,8 @@ _POSTS: tuple[tuple[str, type[Body], Any], ...] = (
     ),
     *((path, pooling.ScoreRequest, pooling.score) for path in ("/v1/score", "/score")),
     ("/v1/responses", responses.ResponsesRequest, responses.create_response),
-    ("/v1/messages", messages.MessagesRequest, messages.create_message),
-    ("/v1/messages/count_tokens", messages.CountTokensRequest, messages.count_tokens),
+    ("/v1/messages", anthropic_api.MessagesRequest, anthropic_api.create_message),
+    ("/v1/messages/count_tokens", anthropic_api.CountTokensRequest, anthropic_api.count_tokens),
     ("/tokenize", tokenize.TokenizeRequest, tokenize.tokenize_text),
     ("/detokenize", tokenize.DetokenizeRequest, tokenize.detokenize),
 )

@@ -1,4 +1,4 @@
-"""Drafts by lookup: what followed the last time that the context ended like this.
+"""Drafts by lookup: the tokens that followed when the context last ended like this.
 
 A request that edits a file or quotes its prompt repeats long parts of its own tokens.  The more
 tokens match, the longer the draft.  The method is prompt lookup decoding (Saxena 2023).

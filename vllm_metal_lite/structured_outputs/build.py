@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import Option, SamplingError, install
-from vllm_metal_lite.sampling.constraint import Constraint
+from vllm_metal_lite.sampling.masks import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs.thinking import ChannelThinking, Thinking
 

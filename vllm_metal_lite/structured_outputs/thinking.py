@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.sampling.constraint import Constraint
-from vllm_metal_lite.sampling.masks import pack_mask
+from vllm_metal_lite.sampling.masks import Constraint, pack_mask
 from vllm_metal_lite.structured_params import ThinkingParams
 
 

@@ -16,7 +16,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, size_text
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.adapters.modules import rotation_limit
+from vllm_metal_lite.model.adapters import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.pipeline import Pipeline

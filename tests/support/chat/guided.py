@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.sampling.constraint import Constraint
+from vllm_metal_lite.sampling.masks import Constraint
 
 
 def mask_of(constraint: Constraint, vocab_size: int) -> np.ndarray | None:

@@ -18,10 +18,9 @@ from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
-from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket

@@ -12,7 +12,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT as EMPTY
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.recurrence import Gates
-from vllm_metal_lite.kernels.segments import pack_segments
+from vllm_metal_lite.recurrence.kernels import pack_segments
 
 # (rtol, atol): results are rounded once to their type, and sums of some hundred terms of size 1 are
 # in float32.

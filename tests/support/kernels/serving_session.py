@@ -22,7 +22,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.find_layout import find_layout
+from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.runner import padded_rows
 from vllm_metal_lite.scheduler.kv_groups import kv_groups

@@ -12,19 +12,17 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
-from vllm_metal_lite.attention.paged.plan import PagedPlan
-from vllm_metal_lite.attention.paged.step import KernelStepAttention
+from vllm_metal_lite.attention.paged.step import KernelStepAttention, PagedPlan
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
 from vllm_metal_lite.attention.sdpa.fused import unfused
-from vllm_metal_lite.attention.segments import prompts_of
-from vllm_metal_lite.attention.step_arrays import make_step, upload_padded
+from vllm_metal_lite.attention.step_arrays import make_step, prompts_of, upload_padded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.limits import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.registry import REGISTRY, Prefill, unused_kernels
+from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.store import new_ticket
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import SegmentPlan
@@ -35,7 +33,7 @@ class KernelAttention:
     """Plans steps, in which only kernels write and read the store.
 
     The state is the ticket that orders the kernels.  prefill: the path of large prompts.  shapes:
-    the layers' shapes.  failed_kernels: not used; the registry says what replaces them.
+    the layers' shapes.  failed_kernels: not used; the registry names their fallbacks.
     """
 
     name = "kernels"

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
-from vllm_metal_lite.attention.segments import as_decodes
-from vllm_metal_lite.attention.step_arrays import upload_padded, upload_tables
+from vllm_metal_lite.attention.step_arrays import as_decodes, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile

@@ -1,30 +1,63 @@
-"""Attention and K/V writes of one step, through the kernels of metal/."""
+"""One step through the kernels of metal/: its plan, its attention, and its K/V writes."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.paged.decodes import Decodes
-from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
 from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls, take_rows
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.prefill import varlen_prefill
-from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.recurrence.kernels import KernelRecurrence
+from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
+
+
+class PagedPlan(NamedTuple):
+    """The first rows of a step are decodes; the rest are prompts.  None: the step has none.
+
+    positions: (num_rows,), for `rope_write`; None if `paged_decode` writes the rows, which is
+    allowed only if no row reads another new row.
+    recurrent: the segments of recurrent layers.
+    """
+
+    decodes: Decodes | None
+    prompts: VarlenPrompts | WholePrompt | SdpaPlan | None
+    positions: mx.array | None
+    recurrent: SegmentPlan | None
+
+    @property
+    def num_decodes(self) -> int:
+        return self.decodes.num_rows if self.decodes else 0
+
+    @property
+    def repeats(self) -> bool:
+        """See StepPlan."""
+        return self.prompts is None or self.prompts.repeats
+
+    def num_logits(self, batch: ForwardBatch) -> int:
+        """The fewest rows that get logits, rounded so that shapes repeat: one per segment, terminal
+        or not, and more if prompts are scored."""
+        if not self.repeats:
+            return 1
+        first = self.num_decodes if self.prompts else 0
+        num_logits = first + power_of_two(batch.num_segments - first)
+        wanted = len(batch.logits_indices)
+        return num_logits if wanted <= num_logits else power_of_two(wanted)
 
 
 class KernelStepAttention:

@@ -35,7 +35,7 @@ def execute_calls(
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    kv_group, read: of the layer.  call.q_pe: only its last num_rows rows are used.
+    kv_group, read: the layer's.  call.q_pe: only its last num_rows rows are used.
     take: selects rows of queries and of results.
     """
     if call.q_pe is not None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from vllm_metal_lite.attention.sdpa.fused import Unfused
-from vllm_metal_lite.attention.segments import split_at_chunks
+from vllm_metal_lite.attention.step_arrays import split_at_chunks
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 

@@ -1,6 +1,11 @@
-"""The files of a model's folder: checks and reads them."""
+"""The files of a model's folder: checks and reads them.
+
+A bad entry of generation_config.json is ignored with a warning, so that every model loads that
+mlx-lm loads.
+"""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -12,11 +17,32 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, load_model
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ModelLoadError, Option, RemoteCodeError, one_line, show
+from vllm_metal_lite.errors import (
+    ModelLoadError,
+    Option,
+    RemoteCodeError,
+    SamplingError,
+    one_line,
+    show,
+)
+from vllm_metal_lite.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 # The files that loading reads: no code, and no texts for people.
 READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 READ_PATTERNS += ["merges.txt", "vocab.txt"]
+
+# The sampling parameters that generation_config.json may set.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 Weights = dict[str, mx.array]
 _HEAD = "lm_head.weight"
@@ -60,7 +86,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_links(folder: Path) -> None:
-    """Raise ModelLoadError for links, as the Hugging Face cache has, whose files are gone."""
+    """Raise ModelLoadError if a symlink, as in the Hugging Face cache, has lost its target."""
     for file in sorted(folder.iterdir()):
         is_read = any(fnmatch(file.name, pattern) for pattern in READ_PATTERNS)
         if is_read and file.is_symlink() and not file.exists():
@@ -105,7 +131,7 @@ def load_checkpoint(
 
     Files that mlx-lm refuses may differ from it in a plain way: names without `model.`, as those of
     Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
-    folder for embeddings.  Otherwise raises what mlx-lm raises: each weight has one place.
+    folder for embeddings.  Otherwise raises mlx-lm's error: each weight has one place.
     """
     heads_made: list[str] = []
 
@@ -198,3 +224,22 @@ def remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
         Option("trust_remote_code"),
         " to run it",
     )
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """SamplingParams fields that the model asks for."""
+    path, fields = folder / "generation_config.json", {}
+    try:
+        config = read_json(path)
+    except ModelLoadError as e:
+        logger.warning(f"{path.parent}/{e}: the file is ignored")
+        return {}
+    for name in _SAMPLING_FIELDS:
+        if (value := config.get(name)) is not None:
+            try:
+                fields[name] = getattr(SamplingParams(**{name: value}), name)
+            except SamplingError as e:
+                logger.warning(f"{path}: {e}: the value is ignored")
+    if config.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    return fields

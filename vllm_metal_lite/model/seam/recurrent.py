@@ -26,7 +26,7 @@ from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.seam.state_cache import StateHandle
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
-from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
+from vllm_metal_lite.recurrence.tracked_columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
 _Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k after the norm, q and k before, the norm

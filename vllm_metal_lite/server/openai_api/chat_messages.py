@@ -37,7 +37,7 @@ class ConversationFields(Body):
     chat_template: Unsupported = None
 
     def conversation(self, messages: list[dict[str, Any]]) -> ChatRequest:
-        """Raises ApiError (400) for what cannot be rendered."""
+        """Raises ApiError (400) for parts that cannot be rendered."""
         last = messages[-1] if messages else {}
         continues = self.continue_final_message or (
             # Under the names of other servers.
@@ -60,7 +60,7 @@ class ConversationFields(Body):
 
 
 def _tools(definitions: Any, choice: Any, parallel: bool | None) -> tuple[list[Tool], ToolChoice]:
-    """The tools of a request, and what the answer may or must call.  Raises ApiError (400)."""
+    """The tools of a request, and the calls that may or must come.  Raises ApiError (400)."""
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(definitions or ()):
         where = f"tools.{i}"

@@ -10,7 +10,6 @@ from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
 from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
     TokenNames,
@@ -19,7 +18,7 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from vllm_metal_lite.server.openai_api.prompts import Prompt, all_of, split_prompts, token_ids_of
-from vllm_metal_lite.server.openai_api.reply import Reply, Scores, Writer
+from vllm_metal_lite.server.openai_api.reply import ChoiceWriter, CompletionFields, Reply, Scores
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
@@ -79,7 +78,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
     writers = [
-        _Writer(body, request, text, names)
+        _CompletionWriter(body, request, text, names)
         for text, request in zip(texts, requests, strict=True)
         for _ in request.answers
     ]
@@ -101,7 +100,7 @@ def _echoed(
     ]
 
 
-class _Writer(Writer):
+class _CompletionWriter(ChoiceWriter):
     """echo: the text of the answer's prompt, if that is shown."""
 
     empty: ClassVar = {"text": ""}

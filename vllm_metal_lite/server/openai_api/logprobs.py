@@ -121,8 +121,8 @@ def legacy_logprobs(
 ) -> dict[str, Any]:
     """`logprobs` of a choice of completions.
 
-    offsets: of the tokens in the choice's text.  A position is None at the first token of a prompt,
-    which has no log-probabilities.
+    offsets: where each token begins in the choice's text.  A position is None at the first token of
+    a prompt, which has no log-probabilities.
     """
     tokens: list[str] = []
     values: list[float | None] = []

@@ -40,7 +40,9 @@ def routes(server: Server) -> list[Route]:
     async def models(request: Request) -> Response:
         data = [entry(model) for model in server.models.by_name.values()]
         ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
-        return JSONResponse({"object": "list", "data": data, **ends})  # the ends are Anthropic's
+        return JSONResponse(
+            {"object": "list", "data": data, **ends}
+        )  # first_id and last_id: for Anthropic
 
     async def model(request: Request) -> Response:
         return JSONResponse(entry(server.models.find(request.path_params["name"])))

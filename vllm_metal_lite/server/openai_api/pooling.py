@@ -75,8 +75,8 @@ class EmbeddingRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """documents: texts, or objects with a text.  top_n: 0 or None: all.  instruction: what a
-    reranker judges."""
+    """documents: texts, or objects with a text.  top_n: 0 and None mean all.  instruction: tells
+    a reranker its task."""
 
     prompt_fields: ClassVar = ("query", "documents")
     query: str
@@ -186,9 +186,9 @@ async def _pool(
     params: PoolingParams,
     special: bool,
 ) -> tuple[list[RequestState], list[np.ndarray]]:
-    """The finished requests of the prompts, in order, and what they have read.
+    """The finished requests of the prompts, in order, and their results.
 
-    places: of the prompts, for errors.  special: add special tokens.
+    places: names of the prompts in errors.  special: add special tokens.
     """
     model = serving.model
     with serving.preparing():

@@ -1,17 +1,51 @@
-"""The common part of the replies of chat completions and completions."""
+"""The common parts of chat completions and completions: fields of requests, and replies."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
+from pydantic import BaseModel, ConfigDict
+
 from vllm_metal_lite import __version__
 from vllm_metal_lite.server.deltas import Delta
-from vllm_metal_lite.server.errors import openai_shape, shown_error
-from vllm_metal_lite.server.openai_api.completion_fields import StreamOptions
+from vllm_metal_lite.server.errors import bad, openai_shape, shown_error
+from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.stream import encode, sse
 from vllm_metal_lite.server.whole_json import encode_slowly
 from vllm_metal_lite.server.worker.request_state import RequestState
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk has the usage.  continuous_usage_stats: every chunk has it, as in
+    vLLM."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CompletionFields(SamplingFields):
+    stream_options: StreamOptions | None = None
+    n: Any = None
+    max_tokens: Any = None
+    prompt_logprobs: Any = None
+    echo: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    truncate_prompt_tokens: Unsupported = None
+    use_beam_search: Unsupported = None
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options", " needs stream to be true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad("prompt_logprobs", " is not supported with stream")
+
+    def form(self) -> tuple[Any, str]:
+        return self.response_format, "response_format"
+
 
 _DONE = sse("[DONE]")
 _MANY = 64  # a chunk with more tokens contains an echoed prompt
@@ -20,7 +54,7 @@ _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 Scores = dict[str, Any] | None  # `logprobs` of a choice
 
 
-class Writer(ABC):
+class ChoiceWriter(ABC):
     """Makes the choice of one answer.
 
     head: fields of the first chunk, which has no text; None: there is none, or it was sent.
@@ -54,7 +88,7 @@ class Reply:
         kind: str,
         model: str,
         requests: Sequence[RequestState],
-        writers: Sequence[Writer],
+        writers: Sequence[ChoiceWriter],
         options: StreamOptions | None = None,
         hides_answers: bool = False,
     ) -> None:
@@ -67,7 +101,7 @@ class Reply:
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
-        self._head = encode(self._common)[:-1]  # of each chunk: a token is one chunk
+        self._head = encode(self._common)[:-1]  # begins each chunk, so it is encoded once
         options = options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         # Chunks without news too: special tokens and partial characters have no text.

@@ -1,15 +1,195 @@
-"""The response object of the Responses API, and the events that stream it."""
+"""The response object of the Responses API, its output items, and the events that stream them.
+
+An item is a message, thoughts or a call.  Deltas extend its text or the call's arguments.
+"""
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
-from vllm_metal_lite.chat_formats.events import Text
+from vllm_metal_lite.chat_formats.events import Event, Text
+from vllm_metal_lite.server.blocks import Blocks
 from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.errors import shown_error
-from vllm_metal_lite.server.openai_api.output_items import EventWriter, Logprobs, OutputItems
-from vllm_metal_lite.server.openai_api.response_tools import Callee
+from vllm_metal_lite.server.openai_api.response_tools import Callee, FreeformInput
+from vllm_metal_lite.server.stream import event
 from vllm_metal_lite.server.worker.request_state import RequestState
+
+Logprobs = list[dict[str, Any]]
+
+
+# Encodes an event: its kind, its fields -> its bytes.
+WriteEvent = Callable[..., bytes]
+
+
+def numbered_events() -> WriteEvent:
+    """Encodes and numbers the events of a stream."""
+    numbers = count()
+    return lambda kind, **fields: event(kind, sequence_number=next(numbers), **fields)
+
+
+@dataclass(frozen=True)
+class _ItemType:
+    """How items of one type are streamed.
+
+    text: prefix of the text's events.  name: the field that holds the text.  If a part of the item
+    holds the text: part, the prefix of the part's events; part_type; parts, the item's list.
+    """
+
+    id_prefix: str
+    text: str
+    name: str
+    part: str = ""
+    part_type: str = ""
+    parts: str = ""
+
+
+_CONTENT = "response.content_part"
+_MESSAGE = _ItemType("msg", "response.output_text", "text", _CONTENT, "output_text", "content")
+_THOUGHTS = _ItemType(
+    "rs", "response.reasoning_text", "text", _CONTENT, "reasoning_text", "content"
+)
+_PART, _TEXT = "response.reasoning_summary_part", "response.reasoning_summary_text"
+_SUMMARY = _ItemType("rs", _TEXT, "text", _PART, "summary_text", "summary")
+_CALL = _ItemType("fc", "response.function_call_arguments", "arguments")
+_CUSTOM_CALL = _ItemType("ctc", "response.custom_tool_call_input", "input")
+
+
+class _Item:
+    """An output item that grows.  fields: its JSON at the beginning."""
+
+    def __init__(
+        self,
+        write: WriteEvent,
+        item_type: _ItemType,
+        suffix: str,
+        index: int,
+        fields: dict[str, Any],
+    ) -> None:
+        item_id = f"{item_type.id_prefix}_{suffix}_{index}"
+        self.type, self.fields = item_type, {"id": item_id, **fields, "status": "in_progress"}
+        self._write, self._index, self._texts = write, index, list[str]()
+        self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        if item_type.parts:
+            self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
+        self._logprobs: Logprobs = []
+        self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
+
+    def open(self) -> Iterator[bytes]:
+        event = self._write
+        yield event("response.output_item.added", output_index=self._index, item=self.fields)
+        if self.type.part:
+            yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
+
+    def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
+        """logprobs: those of a message's tokens."""
+        yield from self._add(text if self._input is None else self._input.feed(text), logprobs)
+
+    def _add(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
+        self._texts.append(text)
+        scored = {"logprobs": logprobs} if self.type is _MESSAGE else {}
+        if text or any(scored.values()):
+            self._logprobs += logprobs
+            yield self._write(f"{self.type.text}.delta", **self._at, delta=text, **scored)
+
+    def close(self, status: str) -> Iterator[bytes]:
+        """Complete `fields`, and end the item's events.
+
+        A client runs a call when its item is done.  A function call that was cut short fails,
+        because its arguments are not JSON.  The input of a custom tool is any text, so its item is
+        never done.
+        """
+        if self._input is not None:
+            yield from self._add(self._input.close(), [])
+        item_type, event = self.type, self._write
+        text = "".join(self._texts)
+        self.fields["status"] = status
+        if item_type.parts:
+            self.fields[item_type.parts] = [self._part(text)]
+        else:
+            self.fields[item_type.name] = text
+        if self.is_broken:
+            return
+        done: dict[str, Any] = {**self._at, item_type.name: text}
+        if item_type is _MESSAGE:
+            done["logprobs"] = self._logprobs
+        if item_type is _CALL:
+            done["name"] = self.fields["name"]
+        yield event(f"{item_type.text}.done", **done)
+        if item_type.part:
+            yield event(f"{item_type.part}.done", **self._at, part=self._part(text))
+        yield event("response.output_item.done", output_index=self._index, item=self.fields)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no client may take the item as done."""
+        return self.type is _CUSTOM_CALL and self.fields["status"] == "incomplete"
+
+    def _part(self, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self.type.part_type, "text": text}
+        if self.type is _MESSAGE:
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
+
+
+class OutputItems(Blocks[bytes]):
+    """The items of a response.
+
+    suffix: the end of the items' ids.  callees, with_summary: see ResponseReply.
+    unshown: log-probabilities of tokens whose text is still to come.
+    """
+
+    def __init__(
+        self, write: WriteEvent, suffix: str, callees: Mapping[str, Callee], with_summary: bool
+    ) -> None:
+        self._write, self._suffix, self._callees = write, suffix, callees
+        self._thoughts = _SUMMARY if with_summary else _THOUGHTS
+        self._items: list[_Item] = []
+        self.unshown: Logprobs = []
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [item.fields for item in self._items]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the input of a custom tool was cut short."""
+        return any(item.is_broken for item in self._items)
+
+    def _take(self, event: Event) -> Iterator[bytes]:
+        yield from super()._take(event)
+        self.unshown = []
+
+    def _open(self, name: str) -> Iterator[bytes]:
+        item_type, fields = _MESSAGE, {"type": "message", "role": "assistant", "content": []}
+        if self.kind == "thoughts":
+            item_type, fields = self._thoughts, {"type": "reasoning", "summary": []}
+        elif self.kind == "call":
+            item_type, fields = _call(self._callees[name])
+        index = len(self._items)
+        self._items.append(_Item(self._write, item_type, self._suffix, index, fields))
+        yield from self._items[-1].open()
+
+    def _grow(self, text: str) -> Iterator[bytes]:
+        yield from self._items[-1].grow(text, self.unshown)
+
+    def _end(self, is_whole: bool) -> Iterator[bytes]:
+        yield from self._items[-1].close("completed" if is_whole else "incomplete")
+
+
+def _call(callee: Callee) -> tuple[_ItemType, dict[str, Any]]:
+    """The item of a call at its beginning."""
+    call_id = f"call_{uuid.uuid4().hex[:24]}"
+    fields: dict[str, Any] = {"call_id": call_id, "name": callee.name}
+    if callee.namespace is not None:
+        fields["namespace"] = callee.namespace
+    if callee.kind == "custom":
+        return _CUSTOM_CALL, {"type": "custom_tool_call", **fields, "input": ""}
+    return _CALL, {"type": "function_call", **fields, "arguments": ""}
+
 
 # logprobs of tokens as the API shows them.
 LogprobsOf = Callable[[list[int], Positions | None], Logprobs]
@@ -18,8 +198,8 @@ LogprobsOf = Callable[[list[int], Positions | None], Logprobs]
 class ResponseReply:
     """The reply to a request.
 
-    deltas: the answer.  callees: by the names that the model knows.  with_summary: thoughts are
-    shown as a summary, which clients show to users, and not as content.
+    deltas: the answer.  callees: keys are the names that the model knows.  with_summary: thoughts
+    are shown as a summary, which clients show to users, and not as content.
     echo: fields of the response that repeat the request.  scores: log-probabilities of tokens.
     """
 
@@ -33,9 +213,9 @@ class ResponseReply:
         scores: LogprobsOf,
     ) -> None:
         self._request, self._deltas, self._scores = request, deltas, scores
-        self._writer, self._echo = EventWriter(), echo
+        self._write, self._echo = numbered_events(), echo
         suffix = request.request_id.removeprefix("resp_")
-        self._output = OutputItems(self._writer, suffix, callees, with_summary)
+        self._output = OutputItems(self._write, suffix, callees, with_summary)
         self._created = int(time.time())
         self._num_reasoning_tokens, self._is_cut = 0, False
 
@@ -47,10 +227,10 @@ class ResponseReply:
 
     def keep_alive(self) -> bytes:
         """An event without news.  Comments do not reset the timeouts of clients."""
-        return self._writer.event("response.in_progress", response=self._response("in_progress"))
+        return self._write("response.in_progress", response=self._response("in_progress"))
 
     async def stream(self) -> AsyncIterator[bytes]:
-        event = self._writer.event
+        event = self._write
         yield event("response.created", response=self._response("in_progress"))
         yield self.keep_alive()
         try:

@@ -1,11 +1,15 @@
 """The tools of the Responses API as a model sees them, and its calls as the client wants them.
 
 A model knows functions only, by flat names.  A tool in a namespace is called NAMESPACE__TOOL; the
-namespace `functions` is that of plain functions.  A custom tool is a function of one string.
-Tools that the API's host would run (web_search, ...) are left out, with a line in the log.
+namespace `functions` is that of plain functions.  Tools that the API's host would run (web_search,
+...) are left out, with a line in the log.
+
+A custom tool is a function of one string: FreeformInput reads its text from the JSON arguments.
 """
 
+import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +18,69 @@ from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
-from vllm_metal_lite.server.openai_api.freeform import PARAMETER
 from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
+
+PARAMETER = "input"
+
+_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# A unit is decoded at once: plain characters, or one escape.
+_UNIT = re.compile(
+    r'(?P<end>")'
+    r'|(?P<begun>\\(?:u[^"]{0,9})?\Z)'  # an escape that may grow, at most to a surrogate pair
+    r"|(?P<escape>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r'|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])'
+    r'|[^"\\]+|\\'  # JSON does not have every escape
+)
+
+
+class FreeformInput:
+    """Takes `{"input": "..."}` in pieces of any size, and returns the text as it comes.
+
+    Arguments of another form are kept until their end.  An object with one string then becomes that
+    string; anything else is returned unchanged.
+    """
+
+    def __init__(self) -> None:
+        self._raw = ""  # not yet given
+        self._begun = self._ended = False
+
+    def feed(self, piece: str) -> str:
+        """The text that is new."""
+        if self._ended:
+            return ""
+        self._raw += piece
+        if not self._begun:
+            start = _START.match(self._raw)
+            if start is None:
+                return ""
+            self._begun, self._raw = True, self._raw[start.end() :]
+        return self._decoded()
+
+    def close(self) -> str:
+        """The rest, at the end of the arguments."""
+        if self._begun or not self._raw:
+            return ""
+        try:
+            arguments: Any = json.loads(self._raw)
+        except (ValueError, RecursionError):
+            return self._raw
+        values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
+        if isinstance(arguments, dict) and PARAMETER in arguments:
+            values = [arguments[PARAMETER]]
+        return values[0] if len(values) == 1 and isinstance(values[0], str) else self._raw
+
+    def _decoded(self) -> str:
+        """Decode whole units; the rest waits."""
+        at, text = 0, []
+        for unit in _UNIT.finditer(self._raw):
+            self._ended = unit["end"] is not None
+            if self._ended or unit["begun"] is not None:
+                break
+            text.append(json.loads(f'"{unit[0]}"') if unit["escape"] else unit[0])
+            at = unit.end()
+        self._raw = self._raw[at:]
+        return "".join(text)
+
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +107,7 @@ def flat_name(namespace: Any, name: str) -> str:
 class ResponseTools:
     """The tools of a request.
 
-    tools: by flat name.  callees: what the API calls them.  choice: the calls that may come.
+    tools: keys are flat names.  callees: their names in the API.  choice: the calls that may come.
     definitions: the client's definitions of tools that are not left out.
     """
 

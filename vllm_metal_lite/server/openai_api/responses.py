@@ -1,22 +1,142 @@
-"""`/v1/responses`, without a store: each request brings the whole conversation."""
+"""`/v1/responses`, without a store: each request brings the whole conversation as input items."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from vllm_metal_lite.engine.chat_checkpoints import Message
+from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.conversations import ChatRequest
+from vllm_metal_lite.server.content import function_call, result_text, text_of, tool_message
+from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.deltas import Positions
-from vllm_metal_lite.server.errors import bad
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.fields import required_text
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
-from vllm_metal_lite.server.openai_api.response_items import input_messages
-from vllm_metal_lite.server.openai_api.response_tools import ResponseTools
+from vllm_metal_lite.server.openai_api.response_tools import PARAMETER, ResponseTools, flat_name
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
+
+
+def input_messages(items: Any, instructions: str | None) -> list[Message]:
+    """The messages of a request.  Raises ApiError (400) for items that cannot be rendered.
+
+    items: a question, or a list of items.
+    """
+    history = _History()
+    if instructions:
+        history.messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise must_be("input", "a string or a list of items", items)
+    for i, item in enumerate(items):
+        history.add(item, f"input.{i}")
+    if not history.messages:
+        raise bad("input", " is empty")
+    return join_systems(history.messages)
+
+
+class _History:
+    """Messages so far.  Items of one turn of the assistant become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._reasoning = ""  # belongs to the assistant's next message
+        self._names: dict[Any, str] = {}  # function names by the id of the call
+
+    def add(self, item: Any, where: str) -> None:
+        if not isinstance(item, Mapping):
+            raise must_be(where, "an object", item)
+        kind = str(item.get("type") or "message")
+        if kind in _ITEMS:
+            _ITEMS[kind](self, item, where)
+        elif not _is_hosted(kind):
+            raise bad(where, f": input items of type {show(item['type'])} are not supported")
+
+    def message(self, item: Mapping[str, Any], where: str) -> None:
+        role = required_text(item, "role", where)
+        follows_tool = self.messages and self.messages[-1]["role"] == "tool"
+        read = result_text if role == "user" and follows_tool else text_of
+        text = read(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            self._said(text)
+        else:
+            self._other({"role": "system" if role == "developer" else role, "content": text})
+
+    def function_call(self, item: Mapping[str, Any], where: str) -> None:
+        self._call(item, item.get("arguments"), where)
+
+    def custom_tool_call(self, item: Mapping[str, Any], where: str) -> None:
+        self._call(item, {PARAMETER: item.get("input")}, where)
+
+    def output(self, item: Mapping[str, Any], where: str) -> None:
+        self._other(tool_message(item, "call_id", "output", self._names, where))
+
+    def reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        """Thoughts that the client can read; encrypted ones are no text."""
+        for name in "content", "summary":
+            if parts := item.get(name):
+                thoughts = [self._reasoning, text_of(parts, f"{where}.{name}")]
+                self._reasoning = "\n".join(filter(None, thoughts))
+                return
+
+    def item_reference(self, item: Mapping[str, Any], where: str) -> None:
+        why = "because no response is stored: send the item itself"
+        raise bad(where, f": item_reference is not supported, {why}")
+
+    def _call(self, item: Mapping[str, Any], arguments: Any, where: str) -> None:
+        call = function_call(item, "call_id", arguments, where)
+        function = call["function"]
+        function["name"] = flat_name(item.get("namespace"), function["name"])
+        self._names[call["id"]] = function["name"]
+        self._assistant(calls=True).setdefault("tool_calls", []).append(call)
+
+    def _said(self, text: str) -> None:
+        """Text after calls joins their message, because outputs must directly follow the calls."""
+        last = self.messages[-1] if self.messages else {}
+        follows_calls = bool(last.get("tool_calls")) and not self._reasoning
+        message = last if follows_calls else self._assistant()
+        message["content"] = "\n".join(filter(None, [message["content"], text]))
+
+    def _assistant(self, calls: bool = False) -> dict[str, Any]:
+        """The message that text, or calls, of the assistant belong to."""
+        last = self.messages[-1] if self.messages else {"role": ""}
+        if self._reasoning or not calls or last["role"] != "assistant":
+            last = {"role": "assistant", "content": ""}
+            if self._reasoning:
+                last["reasoning_content"] = self._reasoning
+            self.messages.append(last)
+            self._reasoning = ""
+        return last
+
+    def _other(self, message: dict[str, Any]) -> None:
+        self._reasoning = ""
+        self.messages.append(message)
+
+
+_ITEMS = {
+    "message": _History.message,
+    "function_call": _History.function_call,
+    "custom_tool_call": _History.custom_tool_call,
+    "function_call_output": _History.output,
+    "custom_tool_call_output": _History.output,
+    "reasoning": _History.reasoning,
+    "item_reference": _History.item_reference,
+}
+
+
+def _is_hosted(kind: str) -> bool:
+    """Whether items of this type are no messages: tools, and calls of tools that the API's host
+    offers, with their outputs (`web_search_call`, `local_shell_call_output`, `mcp_list_tools`)."""
+    is_call = kind.endswith(("_call", "_call_output", "tool_search_output"))
+    return is_call or kind.startswith("mcp_") or kind == "additional_tools"
+
 
 _LOGPROBS = "message.output_text.logprobs"
 

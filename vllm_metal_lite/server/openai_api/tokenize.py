@@ -15,7 +15,8 @@ from vllm_metal_lite.server.whole_json import whole_json
 
 
 class TokenizeRequest(ConversationFields):
-    """messages, or a prompt.  add_special_tokens: of a prompt; templates add their own."""
+    """The request has messages or a prompt.  add_special_tokens: applies to a prompt; templates add
+    their own."""
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None

@@ -16,8 +16,9 @@ from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# What `EngineClient.replied` gets while the engine starts.  FILES: the folder with the model's
-# files, and the size of the weight files in bytes.  FACTS: ModelFacts, once the engine is ready.
+# Names of the values that `EngineClient.replied` gets while the engine starts.  FILES: the folder
+# with the model's files, and the size of the weight files in bytes.  FACTS: ModelFacts, once the
+# engine is ready.
 FILES, FACTS = "files", "facts"
 
 
@@ -41,7 +42,7 @@ class Add:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.  A pooling request samples one token, which nobody gets."""
+        """The sampling parameters.  A pooling request samples one token, which is dropped."""
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
 
 
@@ -72,7 +73,7 @@ class AnswerUpdate(NamedTuple):
     num_shown_tokens: number of a finished answer's tokens that its text shows; None: see `text`.
     logprobs: one entry for each of token_ids, if asked for.
     Only the request's first update has the rest.  scheduled_at: when its first step was launched.
-    prompt_logprobs: all of them.  pooled: of a pooling request.
+    prompt_logprobs: all of them.  pooled: a pooling request's result.
     """
 
     answer_index: int

@@ -53,7 +53,7 @@ class RequestState:
     changed: indexes of answers that have grown, in order, until `changes` takes them.
     news: an event, set when `changed` has entries or the request has failed.
 
-    on_update: called after each step that brought something, with the time.
+    on_update: called after each step with news, with the time.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RequestState:
         self.prompt_token_ids, self.fair_round = request.prompt_token_ids, request.fair_round
         self.num_cached_tokens = self.num_restored_tokens = 0
         self.only_reads = isinstance(request.params, PoolingParams)
-        self.pooled: np.ndarray | None = None  # what a finished request has read
+        self.pooled: np.ndarray | None = None  # the result of a finished pooling request
         self._scored: list[PositionLogprobs | None] | None = None  # the prompt
         self._text_of = token_texts(tokenizer)
         self.finished = False
@@ -118,7 +118,7 @@ class RequestState:
     # For EngineClient
 
     def take(self, updates: list[AnswerUpdate]) -> None:
-        """Record what a step has brought."""
+        """Record the news of a step."""
         now = time.monotonic()
         for update in updates:
             if update.num_cached_tokens is not None:

@@ -21,7 +21,7 @@ _SECONDS = 0.25  # least time between events
 _PATIENCE = 200  # least time between events, in costs of an event
 _MAX_STEPS = 100  # the latest steps of an event
 _MAX_WAITING = 100  # the first requests of the queue
-_MAX_CELLS, _ROUND = 1024, 256  # of the map; the blocks that it shows are a multiple of _ROUND
+_MAX_CELLS, _ROUND = 1024, 256  # cells of the map; it shows a multiple of _ROUND blocks
 
 # Codes of cells; a code > 0 is the number of the request that alone owns the block.
 FREE, CACHED, SHARED = 0, -1, -2
@@ -70,10 +70,10 @@ class Watcher:
     def event(self) -> str:
         """New events, as JSON.
 
-        time: in seconds since the watcher was made, as all times here.
-        steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
-            `ms`, and `segments` of (request number, tokens, context before them), decodes
-            first; `decodes` is their number.
+        time: seconds since the watcher was made, as all times here.
+        steps: the steps completed since the last event, at most the last `_MAX_STEPS`.  Each has
+            its start `t`, its duration `ms`, and `segments` of (request number, tokens, context
+            before them).  Decodes come first; `decodes` is their number.
         num_steps: the engine's steps so far.
         requests: those with a seat, and the first `_MAX_WAITING` that wait.
         preempted: numbers of the requests preempted since the last event.

@@ -1,4 +1,4 @@
-"""What is fused: a table with the rule for each operation, by the origin of its first array.
+"""The table of fused operations: a rule for each operation, by the origin of its first array.
 
 A rule gets the value of the operation, which MLX has not computed yet, and the arguments.  It
 returns the value with an origin, or the result of a launch that does more of the work.  If the
@@ -22,11 +22,10 @@ import mlx.nn as nn
 
 from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion import experts, heads, norms, products, routing
-from vllm_metal_lite.fusion.experts import ExpertResults, Summed, Weighted
+from vllm_metal_lite.fusion import heads, norms, products, routing
 from vllm_metal_lite.fusion.heads import Attended, Slice
 from vllm_metal_lite.fusion.norms import Sum
-from vllm_metal_lite.fusion.products import Activated
+from vllm_metal_lite.fusion.products import Activated, ExpertResults, Summed, Weighted
 from vllm_metal_lite.fusion.routing import Choice, Partition, RouterScores, RouterWeights, Total
 from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
 from vllm_metal_lite.kernels.columns import Columns
@@ -61,9 +60,9 @@ RULES: dict[tuple[str, type], Function] = {
     ("mul", Activated): products.apply_gate,
     ("precise_swiglu", ANY): norms.norm_gated,
     # Behind a mixture of experts: `expert_sum`
-    ("mul", ExpertResults): experts.weigh,
-    ("sum", Weighted): experts.sum_up,
-    ("astype", Summed): experts.round_sum,
+    ("mul", ExpertResults): products.weigh,
+    ("sum", Weighted): products.sum_up,
+    ("astype", Summed): products.round_sum,
     # A router: `expert_topk`
     ("astype", ANY): routing.widen,
     ("softmax", ANY): routing.score_by_softmax,

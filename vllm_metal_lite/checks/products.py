@@ -1,13 +1,27 @@
-"""Checks the kernels of mixtures of experts on this device, against NumPy on this machine's CPU."""
+"""Checks the kernels that fuse norms, sums and activations with products, and mixtures of experts.
+
+The reference is computed in NumPy on this machine's CPU, rounded where MLX's own norm rounds.
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.accuracy import TOLERANCE, largest
-from vllm_metal_lite.checks.check import Check, MixtureShape
-from vllm_metal_lite.checks.values import activated, draw, draw_weight, rounded
+from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
+from vllm_metal_lite.checks.values import (
+    EPS,
+    ROWS,
+    TOLERANCE,
+    activated,
+    draw,
+    draw_weight,
+    largest,
+    largest_error,
+    rms_norm,
+    rounded,
+)
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
@@ -19,8 +33,53 @@ from vllm_metal_lite.kernels.experts import (
     plan_experts,
 )
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
+from vllm_metal_lite.kernels.norm_rope import RMSNorm
+from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, gemm_plan, skinny_gemm
 from vllm_metal_lite.specs import Quantisation
+
+_MOST_OUTPUTS = 256
+
+
+def add_norm(check: Check[NormShape]) -> float:
+    """Rows of the model's hidden size, with and without a norm of one summand."""
+    (dim, dtype), rng = check.shape, np.random.default_rng(0)
+    x, y = (draw(rng, (ROWS, dim), dtype) for _ in range(2))
+    weight = draw(rng, (dim,), dtype)
+    a, b, gain = (mx.array(array).astype(dtype) for array in (x, y, weight))
+    error = 0.0
+    for norm in (None, RMSNorm(gain, EPS)):
+        added = rounded(x + (y if norm is None else rms_norm(y, weight, EPS, dtype)), dtype)
+        got = add_rms_norm(a, b, gain, EPS, norm)
+        expected = added, rms_norm(added, weight, EPS, dtype)
+        error = max(error, largest(got, expected, TOLERANCE[dtype]))
+    return error
+
+
+def product(check: Check[ProductShape]) -> float:
+    """The plan is that of the weight's own number of outputs; the product has fewer."""
+    rows, shape, dtype, biased = check.shape
+    outputs, depth, how = shape
+    width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)
+    x = draw(rng, (rows, depth), dtype) / 2  # otherwise rounding errors of gate and up add up
+    plan = gemm_plan(rows, shape)
+    w, weight = draw_weight(rng, (width, depth), dtype, how)
+    a = mx.array(x).astype(dtype)
+    gate_columns = weight[: width // 2].T, weight[width // 2 :].T
+    if biased:
+        bias = draw(rng, (width,), dtype) / 2
+        halves = zip(gate_columns, np.split(bias, 2), strict=True)
+        gate, up = (x @ columns + b for columns, b in halves)
+        fused = skinny_gemm(a, w, plan=plan, bias=mx.array(bias).astype(dtype), gate="gelu_approx")
+        return largest_error(fused, activated(gate, up, Activation("geglu")), TOLERANCE[dtype])
+    residual = draw(rng, (rows, width // 2), dtype)
+    gain = draw(rng, (depth,), dtype) / 2
+    normed = rms_norm(x, gain, EPS, dtype)
+    gate, up = (normed @ columns for columns in gate_columns)
+    r, g = (mx.array(array).astype(dtype) for array in (residual, gain))
+    fused = skinny_gemm(a, w, plan=plan, norm=RMSNorm(g, EPS), residual=r, gate="silu")
+    expected = activated(gate, up, Activation()) + residual
+    return largest_error(fused, expected, TOLERANCE[dtype])
+
 
 _ROWS, _MANY_ROWS, _CHOICES = 20, 300, 4
 _PADDING = 2  # rows, the last ones
@@ -49,7 +108,7 @@ def expert_plan(check: Check[MixtureShape]) -> float:
     return largest(got, expected)
 
 
-def product(check: Check[MixtureShape]) -> float:
+def mixture(check: Check[MixtureShape]) -> float:
     """Gate and up with the activation, and down.  For many rows, and for one row, whose short
     arrays MLX passes in another address space."""
     (shape, dtype), rng = check.shape, np.random.default_rng(0)

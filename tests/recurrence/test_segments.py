@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT as EMPTY
 from vllm_metal_lite.kernels.causal_conv import TILE_ROWS, plan_conv_tiles
-from vllm_metal_lite.kernels.segments import PADDING, pack_segments
+from vllm_metal_lite.recurrence.kernels import PADDING, pack_segments
 
 
 def plan(cu_seqlens, initial, final, num_rows, checkpoints=()):
