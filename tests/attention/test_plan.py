@@ -10,7 +10,14 @@ from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.sdpa import planner
 from vllm_metal_lite.attention.sdpa.calls import joint_gathers
 from vllm_metal_lite.attention.sdpa.fused import Unfused
-from vllm_metal_lite.attention.sdpa.planner import _LEAST_TILE, NEVER, HostCall, places, split_packs
+from vllm_metal_lite.attention.sdpa.planner import (
+    _LEAST_TILE,
+    NEVER,
+    HostCall,
+    cost,
+    places,
+    split_packs,
+)
 
 ANY = 1 << 40
 
@@ -159,6 +166,45 @@ def test_padding_never_costs_more_than_another_call():
     calls = plan_calls(batch, sdpa_tile=256, sdpa_call_cost=10_000)
     assert [g.q_rows.ravel().tolist() for g in calls] == [[0, 2], [1]]
     assert len(plan_calls(batch, sdpa_tile=256, sdpa_call_cost=1 << 20)) == 1
+
+
+def cheapest_of_all(lengths: list[tuple[int, int]], call_cost: int) -> int:
+    """The cost of the cheapest cut of sorted (queries, keys) into batches, tile by tile."""
+    least = [0]
+    for end in range(1, len(lengths) + 1):
+        batches = ((least[i], lengths[i:end]) for i in range(end))
+        least.append(
+            min(
+                before + len(batch) * cost(batch[0][0], max(keys for _, keys in batch)) + call_cost
+                for before, batch in batches
+            )
+        )
+    return least[-1]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=6
+    ),
+    st.sampled_from([0, 5_000, 1 << 18]),
+    st.sampled_from([60, 500, 1 << 20]),
+)
+def test_the_cheapest_batches_are_found_among_equal_tiles_too(kinds, call_cost, max_keys):
+    """Each kind (queries, keys before, count) is a run of equal tiles."""
+    segments = [(before, queries) for queries, before, count in kinds for _ in range(count)]
+    batch = make_batch(segments)
+    with pytest.MonkeyPatch.context() as patch:
+        change_device(patch, sdpa_tile=ANY, sdpa_call_cost=call_cost, max_gathered_keys=max_keys)
+        plan = planner.CallPlanner(batch, 0, None, None, None)
+        tiles = plan._tiles(np.arange(len(segments)), ANY)
+        found, batches = plan._group_by_shape(tiles)
+        assert sorted(np.concatenate(batches).tolist()) == list(range(len(segments)))
+        lengths = sorted(zip(tiles.q_len.tolist(), tiles.kv_end.tolist(), strict=True))[::-1]
+        assert found >= (least := cheapest_of_all(lengths, call_cost))
+        if len(lengths) * max(keys for _, keys in lengths) <= max_keys:
+            assert found == least
+        for members in batches:
+            assert len(members) == 1 or len(members) * tiles.kv_end[members].max() <= max_keys
 
 
 def test_one_call_gathers_a_bounded_number_of_keys():

@@ -11,7 +11,7 @@ from tests.support.engine.embeddings import alone, compare
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, PoolingParams
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.engine.pooling import truncate
+from vllm_metal_lite.engine.pooling import resolved, truncate
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
@@ -375,3 +375,12 @@ def _write(folder, files):
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content))
     return folder
+
+
+def test_requests_with_equal_parameters_share_the_resolved_ones():
+    model = tiny.packed("qwen3")
+    first = resolved(PoolingParams(score_token_ids=[3, 4]), model)
+    assert resolved(PoolingParams(score_token_ids=[3, 4]), model) is first
+    assert (first.pooling, first.score_token_ids) == ("last", (3, 4))
+    other = resolved(PoolingParams(normalize=False), model)
+    assert (other.pooling, other.normalize) == ("last", False)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from itertools import takewhile
+from unittest.mock import Mock, PropertyMock
 from weakref import WeakSet
 
 import pytest
@@ -95,6 +96,20 @@ OF_BYTES = [
 
 def kind(tokenizer):
     return f"{type(tokenizer.detokenizer).__name__}-{len(tokenizer)}"
+
+
+def test_a_text_that_nobody_reads_costs_no_stream():
+    tokenizer = Mock(wraps=TOKENIZER)
+    tokenizer.__len__ = lambda self: len(TOKENIZER)
+    tokenizer.added_tokens_decoder, tokenizer.all_special_ids = {}, []
+    of_tokenizer = PropertyMock(side_effect=lambda: TOKENIZER.detokenizer)
+    type(tokenizer).detokenizer = of_tokenizer
+    Detokenizer(tokenizer, SamplingParams(), [], [300])  # learns what the tokenizer's streams are
+    of_tokenizer.reset_mock()
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), [301], [300])
+    detokenizer.end_at(1)
+    assert not of_tokenizer.called
+    assert detokenizer.text() == Detokenizer(TOKENIZER, SamplingParams(), [301], [300]).text() != ""
 
 
 @pytest.mark.parametrize("tokenizer", OF_BYTES, ids=kind)

@@ -38,3 +38,17 @@ def test_a_call_that_is_taken_back_leaves_nothing():
     assert any(row[1] == 7 for row in expected)
     assert expected[0][2] == 3
     assert expected[1][2] != 4
+
+
+def test_a_seat_that_drew_nothing_ends_without_a_new_upload_for_the_others():
+    sampler, logits = Sampler(4, VOCAB), mx.zeros((1, VOCAB))
+    sampler.add(0, PARAMS[0], 0, np.array([1, 2]), 2, ())
+    sampler(logits, np.array([0]))
+    before = sampler._metadata
+    sampler.remove(3)
+    sampler(logits, np.array([0]))
+    assert sampler._metadata is before
+    sampler.remove(0)
+    sampler.add(0, PARAMS[1], 0, np.array([1, 2]), 2, ())
+    sampler(logits, np.array([0]))
+    assert sampler._metadata is not before

@@ -1,5 +1,6 @@
 """Pooling requests: prompts that give their hidden states and draw no token."""
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -70,11 +71,11 @@ class PoolingTable:
                 value = value + pooling.sum
             pooling.sum = value
             if batch.seq_lens[i] == count:
-                yield keys[i], _embedding(value / (count if is_mean else 1), pooling.params)
+                yield keys[i], _embedding(value / count if is_mean else value, pooling.params)
 
 
 def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
     hidden = hidden[: params.dimensions]
     if not params.normalize:
         return hidden
-    return hidden / max(float(np.linalg.norm(hidden)), 1e-12)
+    return hidden / max(math.sqrt(hidden @ hidden), 1e-12)

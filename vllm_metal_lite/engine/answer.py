@@ -57,7 +57,8 @@ class Answer:
         if self._detokenizer and not self._stop_finder:
             self.output.text = self._detokenizer.text  # a method: text is made when read
         self._eos = frozenset() if params.ignore_eos else frozenset(model.eos_token_ids)
-        self._stop_ids = self._eos.union(params.stop_token_ids or ())
+        stop_ids = params.stop_token_ids
+        self._stop_ids = self._eos.union(stop_ids) if stop_ids else self._eos
 
     @property
     def prompt_logprobs_from(self) -> int | None:

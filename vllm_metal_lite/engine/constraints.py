@@ -102,7 +102,7 @@ class Constraints:
             if (entry := self._of.get(request)) is None:
                 continue
             has_draft = len(drafts) > 0 and drafts[row] != NO_DRAFT
-            request.forced_token_ids = []
+            request.forced_token_ids = ()
             if has_draft or depth:
                 bits = entry.masks[depth]
                 depth = depth + 1 if has_draft else 0

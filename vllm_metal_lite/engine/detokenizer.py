@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import islice, product
 from threading import Lock
+from typing import Any
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -47,14 +48,15 @@ class Detokenizer:
         self._searched = 0
         self.shown = ""
         self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
-        self._stream = tokenizer.detokenizer
+        self._tokenizer, self._prompt_token_ids = tokenizer, prompt_token_ids
+        self._stream: Any = None  # made when the text is first read
         self._settled = False  # the stream has text and holds nothing back
         self._text = ""
-        self._read_prompt(prompt_token_ids)
 
-    def _read_prompt(self, token_ids: Sequence[int]) -> None:
-        """Feed the end of the prompt to the stream; its text so far belongs to the prompt."""
-        known = (t for t in reversed(token_ids) if t < self._pieces.vocab_size)
+    def _read_prompt(self) -> None:
+        """Feed the end of the prompt to a stream; its text so far belongs to the prompt."""
+        self._stream = self._tokenizer.detokenizer
+        known = (t for t in reversed(self._prompt_token_ids) if t < self._pieces.vocab_size)
         tail = list(islice(known, 2 * _MAX_BYTES))[::-1]
         # Start at whole characters: a partial one could corrupt the text after it.
         start, end = max(len(tail) - _MAX_BYTES, 0), len(tail)
@@ -104,6 +106,8 @@ class Detokenizer:
     def text(self) -> str:
         """All text, including stop strings and partial ones."""
         with self._lock:
+            if self._stream is None:
+                self._read_prompt()
             end, pieces = self._end, self._pieces
             for token_id in self._token_ids[self._num_read : end]:
                 self._num_read += 1

@@ -5,6 +5,7 @@ The scheduler sees a request of one token, which ends as soon as its prompt is c
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,7 +30,10 @@ def resolved(params: PoolingParams, model: LoadedModel) -> PoolingParams:
         raise RequestError(Option("score_token_ids"), words)
     if (most := max(ids)) >= model.vocab_size:
         raise RequestError(f"token id {most} is outside the vocabulary of {model.vocab_size}")
-    return replace(params, pooling=params.pooling or model.pooling.pooling)
+    return _replaced(params, pooling=params.pooling or model.pooling.pooling)
+
+
+_replaced = lru_cache(maxsize=8)(replace)  # slow, as it validates all fields; requests share it
 
 
 def checked(pooled: np.ndarray | None, params: PoolingParams) -> np.ndarray:

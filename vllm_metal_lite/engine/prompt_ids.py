@@ -28,14 +28,15 @@ def tokenize(
         text, ids = ids, encode(ids, tokenizer) if ids else []
     if len(ids) == 0:
         raise RequestError("the prompt is empty: it must have at least one token")
-    for kind in set(map(type, ids)):  # types first: a long prompt has only one
+    kinds = set(map(type, ids))
+    for kind in kinds:  # types first: a long prompt has only one
         if kind is bool or not issubclass(kind, (int, np.integer)):
             token = next(token for token in ids if type(token) is kind)
             raise RequestError(f"token ids must be integers, got {show(token)}")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise RequestError(f"token id {show(token)} is outside the vocabulary of {vocab_size}")
-    return text, list(map(int, ids))
+    return text, list(ids) if kinds == {int} else list(map(int, ids))
 
 
 def encode(

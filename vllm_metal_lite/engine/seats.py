@@ -21,8 +21,7 @@ class Seats:
     def add(self, answer: Answer) -> None:
         """Seat an admitted request."""
         request = answer.request
-        tokens = np.array(request.token_ids, np.int32)
-        first_scored = answer.prompt_logprobs_from
+        tokens, first_scored = request.token_ids, answer.prompt_logprobs_from
         request.req_index = self._inputs.add(tokens, request.num_prompt_tokens, first_scored)
         if answer.pooling is None or answer.score_token_ids:  # otherwise it draws no token
             self.update_sampler(answer)

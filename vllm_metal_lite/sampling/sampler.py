@@ -94,6 +94,7 @@ class Sampler:
     def __init__(self, max_num_seqs: int, vocab_size: int, ranks: RankGroup = ALONE) -> None:
         self.vocab_size, self._ranks = vocab_size, ranks
         self._rows = np.full(max_num_seqs, _NEUTRAL)
+        self._seats: set[int] = set()
         self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
         self._allowed = AllowedTokens()
         self._bad_words = BadWords(max_num_seqs)
@@ -129,6 +130,8 @@ class Sampler:
         to score instead of the most likely, all in the vocabulary.
         """
         self.remove(req_index)
+        self._version += 1
+        self._seats.add(req_index)
         token_ids, vocab_size = np.asarray(token_ids), self.vocab_size
         row = self._rows[req_index]
         row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _INCREMENT)[0]
@@ -155,7 +158,10 @@ class Sampler:
 
     def remove(self, req_index: int) -> None:
         """Free the seat; no effect if the seat is free."""
+        if req_index not in self._seats:
+            return
         self._version += 1
+        self._seats.remove(req_index)
         self._rows[req_index] = _NEUTRAL
         self._named.pop(req_index, None)
         for processor in self._processors:

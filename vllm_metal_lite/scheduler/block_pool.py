@@ -68,16 +68,15 @@ class BlockPool:
         """Take n blocks: free ones, then the least recently used.  None if fewer are available."""
         if n > self.num_available:
             return None
-        blocks = []
-        for _ in range(n):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._forget(block)
-                self.num_evicted += 1
-            self._ref[block] = 1
+        blocks = self._free[: -n - 1 : -1]
+        del self._free[len(self._free) - len(blocks) :]
+        while len(blocks) < n:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self.num_evicted += 1
             blocks.append(block)
+        for block in blocks:
+            self._ref[block] = 1
         self.peak_owned = max(self.peak_owned, self.num_owned)
         return blocks
 
@@ -105,11 +104,12 @@ class BlockPool:
 
         Eviction takes the tail before the head: a block is useful only if all before it hit.
         """
+        ref, names = self._ref, self._name
         for block in reversed(block_ids):
-            assert self._ref[block] > 0, f"block {block} was freed twice"
-            self._ref[block] -= 1
-            if self._ref[block] == 0:
-                if self._name[block] is None:
+            assert ref[block] > 0, f"block {block} was freed twice"
+            ref[block] -= 1
+            if ref[block] == 0:
+                if names[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None

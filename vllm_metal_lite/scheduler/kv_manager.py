@@ -5,9 +5,9 @@ group's window are released; their entries stay in the table but are no longer r
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
 from vllm_metal_lite.scheduler.checkpoints import end_of_turn, plan_checkpoints
@@ -22,8 +22,7 @@ NewBlocks = Sequence[Sequence[int]]
 Find = Callable[[bytes], object]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class PrefixHit(NamedTuple):
     """The longest prefix that a request can start behind.
 
     tables: the block tables of its blocks.  num_tokens: the length of the prefix.  num_in_blocks:
@@ -117,8 +116,9 @@ class KVCacheManager:
     def admit(self, request: Request, hit: PrefixHit) -> None:
         """Start a request's block tables and its state from a hit of `find_prefix`, and plan its
         checkpoints."""
-        for pool, table in zip(self.pools, hit.tables, strict=True):
-            pool.touch(table.owned)
+        if hit.num_tokens:
+            for pool, table in zip(self.pools, hit.tables, strict=True):
+                pool.touch(table.owned)
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
         boundary = partial(request.last_boundary, block_size=self.block_size)
@@ -129,8 +129,8 @@ class KVCacheManager:
         if self.enable_caching:
             wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
             planned = plan_checkpoints(request.num_tokens, hit.num_tokens, boundary, found, wanted)
-            request.kept_positions = [p.position for p in planned if not p.disposable]
-            request.kept_positions.append(hit.num_tokens)  # others may start there too
+            kept = [p.position for p in planned if not p.disposable]
+            request.kept_positions = [*kept, hit.num_tokens]  # others may start there too
             self._use_named_windows(request, hit.num_tokens)
             request.planned = [] if self.states is None else planned
 

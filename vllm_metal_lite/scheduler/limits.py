@@ -14,25 +14,23 @@ def longest(request: Request, max_model_len: int, kv: KVCacheManager) -> int:
     Raises RequestError, with the numbers, if the request could never finish: it has no room for a
     token, or needs more blocks than the store has, its spans included.
     """
-    name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
-    room = max_model_len + request.only_reads
+    prompt, room = request.num_prompt_tokens, max_model_len + request.only_reads
     if prompt >= room:
         raise RequestError(
-            f"{name} has a prompt of {prompt} tokens; ",
+            f"request {show(request.request_id)} has a prompt of {prompt} tokens; ",
             Option("max_model_len"),
             f" ({max_model_len}) leaves room for {room - 1}",
             "" if request.only_reads else " and a new one",
         )
     # The last token sampled is never computed, so it is never stored.
     max_length = min(prompt + request.max_tokens, room)
-    num_stored = max_length - 1
-    size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
-    if request.spans:
-        size += f", spans of up to {max(end - start for start, end in request.spans)} tokens"
-    if sizes := kv.too_large(num_stored, request.spans):
+    if sizes := kv.too_large(max_length - 1, request.spans):
+        size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
+        if request.spans:
+            size += f", spans of up to {max(end - start for start, end in request.spans)} tokens"
         raise RequestError(
-            f"{name} ({size}) needs {sizes[0]} blocks of {kv.block_size} tokens; "
-            f"the store has {sizes[1]}"
+            f"request {show(request.request_id)} ({size}) needs {sizes[0]} blocks of "
+            f"{kv.block_size} tokens; the store has {sizes[1]}"
         )
     return max_length
 

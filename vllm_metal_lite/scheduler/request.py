@@ -78,7 +78,7 @@ class Request:
     # Checkpoints of the known tokens that are still to be computed, in order.
     planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
     # Positions that later prompts may start from: blocks of windows before them are kept longest.
-    kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
+    kept_positions: Sequence[int] = field(init=False, default=(), repr=False)
     # While decoding: the name of the state at the end of the last whole block.
     rolling: bytes | None = field(init=False, default=None)
     # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
@@ -100,7 +100,7 @@ class Request:
     # Steps in a row whose last tokens did not suffice for its next span.
     num_passed_over: int = field(init=False, default=0)
     # Tokens known before the step in flight samples the first of them; `advance` appends them.
-    forced_token_ids: list[int] = field(init=False, default_factory=list, repr=False)
+    forced_token_ids: Sequence[int] = field(init=False, default=(), repr=False)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
     sort_key: tuple[int, ...] = field(init=False, default=())
     max_length: int = field(init=False, default=0)

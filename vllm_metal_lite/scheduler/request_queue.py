@@ -16,7 +16,8 @@ class RequestQueue(list[Request]):
 
     def discard(self, request: Request) -> bool:
         """Remove a request; False if it is not here."""
-        at = bisect_left(self, request.sort_key, key=SORT_KEY)
+        is_first = bool(self) and self[0] is request
+        at = 0 if is_first else bisect_left(self, request.sort_key, key=SORT_KEY)
         if at == len(self) or self[at] is not request:
             return False
         del self[at]

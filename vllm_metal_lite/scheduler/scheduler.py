@@ -104,7 +104,8 @@ class Scheduler:
             return
         request.forget_unknown()
         if request.status is RequestStatus.RUNNING:
-            self._unseat(request)
+            if request.block_tables:  # else `advance` has released them
+                self._unseat(request)
         else:
             self.waiting.discard(request)
         request.status = RequestStatus.FINISHED
@@ -199,7 +200,8 @@ class Scheduler:
                 request.num_computed_tokens = end
                 if not segment.draft_token_ids:  # these may be computed again, from the start
                     self.kv.give_back(request, end)  # with short windows, most of its blocks
-                if is_terminal and self.partials.discard(request):
+                continues = is_terminal and request.num_tokens + 1 < request.max_length
+                if continues and self.partials.discard(request):
                     self.decodes.add(request)
         ended = []
         for request in terminal:
@@ -217,8 +219,8 @@ class Scheduler:
 
     def _append_forced(self, request: Request, output: SchedulerOutput) -> None:
         """Append known tokens.  If there are several, the next step computes them as a chunk."""
-        forced = request.forced_token_ids[: request.max_length - request.num_tokens]
-        request.forced_token_ids = []
+        forced = list(request.forced_token_ids[: request.max_length - request.num_tokens])
+        request.forced_token_ids = ()
         request.token_ids += forced
         output.forced.append((request, forced))
         if len(forced) > 1:
@@ -271,7 +273,7 @@ class Scheduler:
                 request.num_computed_tokens = 0
         for segment in (s for output in outputs for s in output.segments):
             segment.request.forget_unknown()
-            segment.request.forced_token_ids = []
+            segment.request.forced_token_ids = ()
             if segment.request.status is RequestStatus.RUNNING:
                 self._requeue(segment.request)
 

@@ -102,8 +102,6 @@ class DeviceCall:
 
     def __init__(self, host: HostCall, window: int | None) -> None:
         self.host, self.window = host, window
-        self._q_pos, self._kv_pos = mx.array(host.q_pos), mx.array(host.kv_pos)
-        self._segments = on_device(host.segments)
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
@@ -125,12 +123,13 @@ class DeviceCall:
         return self._visible(self.host.num_visible)
 
     def _visible(self, first: int) -> mx.array:
-        q_pos, kv_pos = self._q_pos[:, :, None], self._kv_pos[:, None, first:]
+        q_pos, kv_pos = mx.array(self.host.q_pos)[:, :, None], mx.array(self.host.kv_pos)[:, None]
+        kv_pos, segments = kv_pos[..., first:], on_device(self.host.segments)
         visible = kv_pos <= q_pos
         if self.window is not None:
             visible = visible & (kv_pos > q_pos - self.window)
-        if self._segments is not None:
-            visible = visible & (self._segments[:, :, None] == self._segments[:, None, first:])
+        if segments is not None:
+            visible = visible & (segments[:, :, None] == segments[:, None, first:])
         return visible[:, None]
 
 

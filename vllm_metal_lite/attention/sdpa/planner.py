@@ -163,29 +163,33 @@ class CallPlanner:
         """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
 
         Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest,
-        so the cheapest split of the first n follows from the splits of fewer.
+        so the cheapest split of the first n follows from the splits of fewer.  Where no limit
+        binds, a split between equal tiles is never cheaper, so only the ends of runs are tried.
         """
         kv_len = tiles.kv_end - tiles.kv_start
         order = np.lexsort((-kv_len, -tiles.q_len))
         q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
-        max_keys = profile().max_gathered_keys
-        least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
-        begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
-        for end in range(1, len(tiles) + 1):
-            most = max(1, max_keys // int(kv_len[end - 1]))
-            first = max(0, end - most)
-            longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
-            count, rows = np.arange(end - first, 0, -1), q_len[first:end]
-            total = least[first:end] + count * cost(rows, longest) + self.call_cost
-            too_large = count * longest > max_keys
-            too_large |= count * longest * rows > self.max_scores
+        max_keys, most = profile().max_gathered_keys, len(tiles) * int(kv_len.max())
+        ends = np.arange(len(tiles) + 1)  # where a batch may begin or end
+        if most <= max_keys and most * int(q_len[0]) <= self.max_scores:
+            differs = (q_len[1:] != q_len[:-1]) | (kv_len[1:] != kv_len[:-1])
+            ends = ends[np.concatenate([[True], differs, [True]])]
+        q_len, longest = q_len[ends[:-1]], kv_len[ends[:-1]]
+        least = np.zeros(len(ends), np.int64)  # cost of the tiles before each end
+        begins = np.zeros(len(ends), np.int64)  # where the last batch before each end begins
+        for n, end in enumerate(ends.tolist()[1:], 1):
+            np.maximum(longest[:n], longest[n - 1], out=longest[:n])
+            count = end - ends[:n]
+            total = least[:n] + count * cost(q_len[:n], longest[:n]) + self.call_cost
+            keys = count * longest[:n]
+            too_large = (keys > max_keys) | (keys * q_len[:n] > self.max_scores)
             total[(count > 1) & too_large] = _UNLIMITED
-            at = int(total.argmin())
-            begins[end], least[end] = first + at, total[at]
-        batches, end = [], len(tiles)
-        while end:
-            batches.append(order[begins[end] : end])
-            end = int(begins[end])
+            begins[n] = at = int(total.argmin())
+            least[n] = total[at]
+        batches, n = [], len(ends) - 1
+        while n:
+            batches.append(order[ends[begins[n]] : ends[n]])
+            n = int(begins[n])
         return int(least[-1]), batches[::-1]
 
     def _padded(self, tiles: Tiles, key_grain: int) -> HostCall:
