@@ -4,7 +4,6 @@ A step never waits for the disk, and the copies need little memory: the next blo
 the thread has written the last ones.  Until then the cache may evict the next blocks.
 """
 
-import sqlite3
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -70,7 +69,7 @@ class Writer:
             if chain:
                 self._folder.use(chain)
             self.num_bytes += self._folder.write(files) if files else 0
-        except (sqlite3.Error, OSError) as e:
+        except OSError as e:
             self._folder.warn(f"cannot write: {one_line(e)}")
             return False
         return all(key in self._folder.known for key, _ in files)
