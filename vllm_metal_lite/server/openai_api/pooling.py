@@ -158,17 +158,18 @@ async def _scores(
     serving: Serving, body: RerankRequest | ScoreRequest, queries: Any, documents: Any
 ) -> tuple[list[float], dict[str, Any]]:
     model, facts, params = serving.model, serving.model.facts, body.params()
-    fields = dict(zip(body.prompt_fields, (queries, documents), strict=True))
-    sizes = [sum(map(len, as_list(texts))) for texts in fields.values()]
+    fields = dict(zip(body.prompt_fields, map(as_list, (queries, documents)), strict=True))
+    (num_queries, num_pairs), texts = map(len, fields.values()), sum(fields.values(), [])
+    size = sum(map(len, texts))
     if facts.pooling.score_token_ids is not None:  # each pair is a prompt
-        sizes += [(sizes[0] + len(body.instruction or "")) * len(as_list(documents))]
-        fields.pop(body.prompt_fields[0])
-    if (size := sum(sizes)) > MAX_POOLED_CHARACTERS:
+        of_queries = sum(map(len, texts[:num_queries]))
+        size += of_queries * num_pairs // num_queries + len(body.instruction or "") * num_pairs
+        del fields[body.prompt_fields[0]]
+    if size > MAX_POOLED_CHARACTERS:
         why = f"the prompts of all pairs have {size:,} characters, and at most"
         raise ApiError(400, f"{why} {MAX_POOLED_CHARACTERS:,} are allowed", param=body.prompt_field)
-    for text in [*as_list(queries), *as_list(documents)]:
-        if params.truncate_prompt_tokens is None:
-            check_length(model, text)
+    for text in texts if params.truncate_prompt_tokens is None else ():
+        check_length(model, text)
     most = facts.max_model_len
     plan = plan_scores(
         facts.pooling, model.tokenizer, queries, documents, params, most, body.instruction
