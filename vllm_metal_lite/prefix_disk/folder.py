@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,8 +84,11 @@ class Folder:
 
         changes: whether others must look at the files again.
         """
-        self._make_folder()
-        lock = self.path / "lock"
+        tag, lock = self.path / "CACHEDIR.TAG", self.path / "lock"
+        if not os.path.lexists(tag):  # the first call, or somebody removed the folder
+            self.path.mkdir(0o700, parents=True, exist_ok=True)
+            _keep_out_of_backups(self.path)
+            tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
         if os.path.lexists(lock) and not is_own_file(lock):
             remove(lock)
         try:
@@ -94,24 +97,17 @@ class Folder:
                 self._wait_for(fd)
                 make_folder(self._new.parent)
                 remove(self._new)  # by a process that was killed
-                if _version(fd) != self._version:
+                stat = os.fstat(fd)  # its size counts changes: a full disk has room for that
+                if (stat.st_ino, stat.st_size) != self._version:
                     self._look_at_files()
-                if changes:  # the size of the lock counts changes: a full disk has room for it
-                    os.truncate(fd, os.fstat(fd).st_size + 1)
-                self._version = _version(fd)
+                os.truncate(fd, stat.st_size + changes)
+                self._version = stat.st_ino, stat.st_size + changes
                 yield
         except BaseException:
             self._version = None
             raise
         finally:
             time.sleep(2 * _PAUSE)  # those that wait go before a thread that comes again at once
-
-    def _make_folder(self) -> None:
-        tag = self.path / "CACHEDIR.TAG"
-        if not os.path.lexists(tag):  # the first call, or somebody removed the folder
-            self.path.mkdir(0o700, parents=True, exist_ok=True)
-            _keep_out_of_backups(self.path)
-            tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
 
     def _wait_for(self, lock: int) -> None:
         deadline = time.monotonic() + _LONGEST_WAIT
@@ -240,9 +236,9 @@ class Folder:
     def models(self) -> list[tuple[str, int, int]]:
         """(name, number of files, bytes in the quota) of each model, the largest first."""
         with self._locked(changes=False):
-            of_model: dict[str, list[int]] = {}
+            of_model = defaultdict[str, list[int]](list)
             for key, size in self._sizes.items():
-                of_model.setdefault(model_of(self.path_of(key)), []).append(size)
+                of_model[model_of(self.path_of(key))].append(size)
         rows = [(name, len(sizes), sum(sizes)) for name, sizes in of_model.items()]
         return sorted(rows, key=lambda row: -row[2])
 
@@ -266,12 +262,6 @@ class Folder:
                 for path in self.path.glob(place):
                     remove(path)
             self._sizes.clear()
-
-
-def _version(lock: int) -> tuple[int, int]:
-    """Changes with every change of the folder."""
-    stat = os.fstat(lock)
-    return stat.st_size, stat.st_mtime_ns
 
 
 def _keep_out_of_backups(path: Path) -> None:
