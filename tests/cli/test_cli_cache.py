@@ -17,8 +17,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = Folder(envs.prefix_folder(), 1 << 30, "the-model")
     folder.free_margin = 0
-    folder.use(KEYS)
-    folder.write([(key, bytes(1 << 20)) for key in KEYS])
+    folder.write(KEYS, [(key, bytes(1 << 20)) for key in KEYS])
     return folder
 
 

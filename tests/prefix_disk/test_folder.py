@@ -40,8 +40,7 @@ print("ready", flush=True)
 for _ in range(int(sys.argv[3])):
     first = numbers.randrange(40)
     keys = [key(first + i) for i in range(numbers.randrange(1, 6))]
-    folder.use(keys)
-    folder.write([(k, content(k)) for k in keys])
+    folder.write(keys, [(k, content(k)) for k in keys])
 """
 
 
@@ -61,8 +60,7 @@ def folder_at(path: Path, quota: int = QUOTA) -> Folder:
 
 def write(folder: Folder, *numbers: int) -> int:
     keys = [key(number) for number in numbers]
-    folder.use(keys)
-    return folder.write([(k, content(k)) for k in keys])
+    return folder.write(keys, [(k, content(k)) for k in keys])
 
 
 def bytes_on_disk(path: Path) -> int:
@@ -116,7 +114,7 @@ def test_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginn
     folder = folder_at(tmp_path / "x", 4 * TAKEN)
     write(folder, 1, 2)
     write(folder, 11, 12)
-    folder.use([key(1), key(2)])
+    folder.write([key(1), key(2)], [])
     write(folder, 21)
     assert folder.known == {key(n) for n in (1, 2, 11, 21)}
     write(folder, 22, 23)
@@ -232,7 +230,7 @@ def test_the_order_of_uses_survives_a_restart_with_a_clock_that_was_set_back(tmp
     write(folder_at(tmp_path / "x"), 1, 2)
     monkeypatch.setattr(module.time, "time_ns", lambda: 5)
     write(folder_at(tmp_path / "x"), 11, 12)
-    folder_at(tmp_path / "x").use([key(2)])
+    folder_at(tmp_path / "x").write([key(2)], [])
     assert folder_at(tmp_path / "x", 2 * TAKEN).known == {key(11), key(2)}
 
 

@@ -55,8 +55,7 @@ def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monke
 
     def read_late(group: int, place: bytes) -> memoryview:
         if place == key(2):
-            other.use([place])
-            other.write([(place, content(place))])
+            other.write([place], [(place, content(place))])
         return read(group, place)
 
     monkeypatch.setattr(writer._blocks, "read", read_late)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Container, Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,8 +53,7 @@ class Folder:
     """Files by key, at most `quota` bytes of them, temporary files included.
 
     model: the name that `models` shows.  Keys of different models differ already.
-    Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
-    OSError.
+    Any thread may call any method.  Methods raise OSError.
     """
 
     # Bytes that stay free on the disk.
@@ -68,7 +67,6 @@ class Folder:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # in the quota; the oldest use first
         self._version: tuple[int, int] | None = None  # of the folder with these sizes
         self._last_use = 0
-        self._chain: dict[bytes, int] = {}  # the uses of the last chain given to `use`
         self._new = path / "tmp" / "new"
         with self._locked():
             self._make_room(0)
@@ -165,47 +163,35 @@ class Folder:
             self._last_warning = message
             logger.warning(f"the prefix cache {message}")
 
-    def use(self, chain: Sequence[bytes]) -> None:
-        """Count the files of a chain as used just now, also those that `write` will write."""
-        with self._locked():
-            latest = max(time.time_ns(), self._last_use)  # a clock may be set back
-            self._last_use = latest + len(chain)
-            self._chain = {key: self._last_use - i for i, key in enumerate(chain)}
-            for key in self._order_chain():
-                with suppress(FileNotFoundError):
-                    os.utime(self.path_of(key), ns=(self._chain[key], self._chain[key]))
-
-    def _order_chain(self) -> list[bytes]:
-        """Move the files of the chain to the end of the order of uses; returns their keys."""
-        files = [key for key in reversed(self._chain) if key in self._sizes]
-        for key in files:
-            self._sizes.move_to_end(key)
-        return files
-
     def can_keep(self, sizes: Iterable[int]) -> bool:
         """Whether the quota has room for files of these sizes, in bytes."""
         return sum(_size_in_quota(HEADER + size) for size in sizes) <= self.quota
 
-    def write(self, files: Sequence[File]) -> int:
-        """Write files of the chain used last, in its order; returns how many bytes it wrote.
+    def write(self, chain: Sequence[bytes], files: Sequence[File]) -> int:
+        """Count the files of a chain as used just now, and write some, in its order.
 
-        Stops rather than evict files of this chain.
+        Stops rather than evict files of this chain.  Returns how many bytes it wrote.
         """
         num_bytes = 0
         with self._locked():
-            self._order_chain()
+            self._last_use = max(time.time_ns(), self._last_use) + len(chain)  # clocks may go back
+            uses = {key: self._last_use - i for i, key in enumerate(chain)}
+            for key in uses.keys() & self._sizes.keys():
+                self._sizes.move_to_end(key)
+                with suppress(FileNotFoundError):
+                    os.utime(self.path_of(key), ns=(uses[key], uses[key]))
             free = shutil.disk_usage(self.path).free - self.free_margin
             for key, data in files:
                 if key in self._sizes:
                     continue
                 size = _size_in_quota(HEADER + len(data))
                 free -= size
-                if free < 0 or not self._make_room(size):
+                if free < 0 or not self._make_room(size, uses):
                     break
-                path, use = self.path_of(key), self._chain[key]
                 try:
                     write_file(self._new, key, self._model, data)
-                    os.utime(self._new, ns=(use, use))
+                    os.utime(self._new, ns=(uses[key], uses[key]))
+                    path = self.path_of(key)
                     make_folder(path.parent)
                     remove(path)
                     self._new.rename(path)
@@ -213,15 +199,17 @@ class Folder:
                     remove(self._new)
                 self._sizes[key] = size
                 num_bytes += len(data)
-            self._order_chain()
+            for key in reversed(chain):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
         return num_bytes
 
-    def _make_room(self, size: int) -> bool:
-        """Evict the files used first, but none of the last chain.  Whether `size` bytes fit."""
+    def _make_room(self, size: int, kept: Container[bytes] = ()) -> bool:
+        """Evict the files used first, up to one to keep.  Whether `size` more bytes fit."""
         left = self.quota - size - sum(self._sizes.values())
         while left < 0:
             oldest = next(iter(self._sizes), None)
-            if oldest is None or oldest in self._chain:
+            if oldest is None or oldest in kept:
                 return False
             left += self._sizes[oldest]
             self._remove(oldest)
