@@ -1,6 +1,5 @@
 """Prefixes on their way to the disk: one that fails, or has no room, leaves the others alone."""
 
-import sqlite3
 from itertools import chain, repeat
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
@@ -43,7 +42,7 @@ def write(writer: Writer, *prefixes: list[int]) -> set[bytes]:
 
 
 def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, monkeypatch, caplog):
-    fail_twice = chain([sqlite3.OperationalError("locked")] * 2, repeat(DEFAULT))
+    fail_twice = chain([TimeoutError("locked")] * 2, repeat(DEFAULT))
     refresh = Mock(wraps=writer._folder.refresh, side_effect=fail_twice)
     monkeypatch.setattr(writer._folder, "refresh", refresh)
     kept = write(writer, [1, 2, 3], [1, 2, 3], [4, 0, 5], [7, 8, 9])
@@ -56,8 +55,7 @@ def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monke
 
     def read_late(group: int, place: bytes) -> memoryview:
         if place == key(2):
-            other.use([place])
-            other.write([(place, content(place))])
+            other.write([place], [(place, content(place))])
         return read(group, place)
 
     monkeypatch.setattr(writer._blocks, "read", read_late)

@@ -405,6 +405,11 @@ def test_a_cached_prefix_ends_before_a_span_not_inside():
     run_and_check(engine)
 
 
+def test_a_cached_prefix_ends_before_thousands_of_spans_across_all_ends_of_blocks():
+    spans = tuple((at - 2, at + 2) for at in range(4, 8000, 4))
+    assert Request("r", [1] * 8000, 1, spans=spans).last_boundary(7996, 4) == 0
+
+
 def test_a_preempted_request_computes_its_spans_whole_again():
     engine = make(num_blocks=6, max_num_seqs=2, max_num_batched_tokens=8)
     engine.add(prompt(4), max_tokens=13)

@@ -9,6 +9,7 @@ import pytest
 
 from vllm_metal_lite import LLM, EngineConfig, PoolingParams
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig
+from vllm_metal_lite.server.openai_api import pooling as module
 from vllm_metal_lite.server.openai_api import prompts
 
 ENGINE = {"num_blocks": 256, "max_model_len": 128}
@@ -139,6 +140,16 @@ def test_the_text_of_all_pairs_is_bounded(running, post, monkeypatch):
     monkeypatch.setattr(model, "facts", replace(model.facts, pooling=pooling))
     error = post("rerank", **body).json()["error"]
     assert "18,010,000 characters, and at most 16,000,000" in error["message"]
+
+
+def test_a_query_of_each_pair_counts_once(post, running, monkeypatch):
+    model = running.server.models.loaded["demo"].model
+    pooling = PoolingConfig(score_token_ids=(1, 2))
+    monkeypatch.setattr(model, "facts", replace(model.facts, pooling=pooling))
+    monkeypatch.setattr(module, "MAX_POOLED_CHARACTERS", 1000)
+    texts = ["A story"] * 20
+    asked = {"text_1": texts, "text_2": texts, "truncate_prompt_tokens": 100}
+    assert post("score", **asked).status_code == 200
 
 
 def test_the_first_input_that_is_too_long_ends_the_work(http, monkeypatch):

@@ -4,18 +4,22 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from vllm_metal_lite.errors import RequestError
 
-_process: list[int] = []  # of the first engine; a forked child inherits it
+
+@cache
+def _first_process() -> int:
+    """The process of the first engine, which a forked child inherits."""
+    return os.getpid()
 
 
 def check_process() -> None:
     """Raise RequestError in a process that was forked from one with an engine."""
-    _process[1:] = [os.getpid()]
-    if len(set(_process)) > 1:
+    if (process := os.getpid()) != _first_process():
         raise RequestError(
-            f"process {_process[1]} was forked from {_process[0]}, which has an engine, and "
+            f"process {process} was forked from {_first_process()}, which has an engine, and "
             "MLX does not survive a fork: start processes by spawn, and make an LLM in each"
         )
 

@@ -74,7 +74,7 @@ def plan_scores(
     def cosines(values: Sequence[np.ndarray]) -> list[float]:
         return [float(values[i] @ values[len(queries) + j]) for i, j in pairs]
 
-    return ScorePlan(list(texts), replace(params, normalize=True), cosines)
+    return ScorePlan(texts, replace(params, normalize=True), cosines)
 
 
 def _texts(name: str, texts: Any) -> list[str]:

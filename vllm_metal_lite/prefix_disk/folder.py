@@ -1,38 +1,34 @@
-"""The folder of the cached prefixes: files, and an SQLite index that several processes share.
-
-The quota is hard.  One process at a time changes the folder, under a lock that ends with it.  It
-counts the bytes of a file before it creates the file, and removes a file before it stops counting
-it.  So a process that is killed at any moment leaves fewer bytes than it counted: a temporary file,
-which the next process removes, and rows without files, which are dropped when they are read.
-
-A counter orders the uses of files, because a clock may jump.  All blocks of a chain are marked as
-used together.  The last one is evicted first: a block is useless without those before it.
+"""The folder of the cached prefixes, which several processes share.  It has files, and no index.
 
 A file holds one block of one KV group, or one checkpoint.  So the rules of the cache in memory
-(hits, windows, least recently used) apply as they are.
+(hits, windows, least recently used) apply as they are.  The name of a file is its key, and its time
+says when a request last used it.  All blocks of a chain are marked as used together.  The last one
+is evicted first: a block is useless without those before it.
 
-The files alone decide what can be read.  So a damaged or missing index is made again from them.
+The quota is hard.  One process at a time changes the folder, under a lock that ends with it.  It
+makes room for a file before it creates the file.  So a process that is killed at any moment leaves
+at most a temporary file, which the next process removes.
 """
 
 import errno
+import fcntl
 import logging
-import math
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Container, Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from vllm_metal_lite.prefix_disk.files import (
     HEADER,
     is_own_file,
     make_folder,
+    model_of,
     read_file,
     remove,
     write_file,
@@ -40,41 +36,24 @@ from vllm_metal_lite.prefix_disk.files import (
 
 logger = logging.getLogger(__name__)
 
-# The quota counts whole pages of the disk and a row of the index for each file.
-_PAGE, _ROW = 4096, 512
+_PAGE = 4096  # of the disk
 _NAME = re.compile("[0-9a-f]{32}")  # of a file: its key
-_INDEX, _LOCK = "index.db", "lock"
-# Seconds to wait for another process.
-_LONGEST_WAIT = 10.0
+_FOLDERS = "[0-9a-f][0-9a-f]"
+# Seconds to wait for another process, and between two attempts.
+_LONGEST_WAIT, _PAUSE = 10.0, 0.001
 
 File = tuple[bytes, bytes | memoryview]  # the key, and what the file holds
-# used: larger is later.  by_use repeats most of a row, so that a check finds what is wrong there.
-_TABLES = """\
-CREATE TABLE files (key BLOB PRIMARY KEY, model TEXT, bytes INTEGER, used INTEGER) WITHOUT ROWID;
-CREATE INDEX by_use ON files (used, bytes)"""
-_CHECK = """
-SELECT (SELECT group_concat(sql, ';\n') FROM sqlite_master), * FROM pragma_integrity_check(1)"""
-# Errors that say nothing about a database: it is in use, or the disk or memory is full.
-_PASSING = re.compile("SQLITE_(BUSY|LOCKED|PROTOCOL|NOMEM|FULL|CANTOPEN|MISUSE|IOERR(?!_READ))")
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether an error says that a database is damaged.  A message may quote any bytes of it."""
-    name = getattr(error, "sqlite_errorname", "")
-    return isinstance(error, UnicodeDecodeError) or bool(name and not _PASSING.match(name))
 
 
 def _size_in_quota(num_bytes: int) -> int:
-    return -(-(HEADER + num_bytes) // _PAGE) * _PAGE + _ROW
+    return -(-num_bytes // _PAGE) * _PAGE
 
 
 class Folder:
-    """Files by key, at most `quota` bytes of them, temporary files and rows of the index included.
+    """Files by key, at most `quota` bytes of them, temporary files included.
 
     model: the name that `models` shows.  Keys of different models differ already.
-    known: the keys; changes by other processes appear after `refresh`.
-    Any thread may call any method, but only one thread may call `use` and `write`.  Methods raise
-    sqlite3.Error and OSError.
+    Any thread may call any method.  Methods raise OSError.
     """
 
     # Bytes that stay free on the disk.
@@ -82,128 +61,80 @@ class Folder:
 
     def __init__(self, path: Path, quota: int, model: str = "") -> None:
         self.path, self.quota = path, quota
-        self.known: set[bytes] = set()
         self.num_errors = 0
         self._last_warning = ""
-        self._model = model[-100:]
-        self._uses: dict[bytes, int] = {}  # by key, of the last chain given to `use`
-        self._version = -1
+        self._model = model
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # in the quota; the oldest use first
+        self._version: tuple[int, int] | None = None  # of the folder with these sizes
+        self._last_use = 0
         self._new = path / "tmp" / "new"
-        self._thread_lock = threading.Lock()
-        # `_locked` opens those of the folder.
-        self._process_lock, self._db = sqlite3.connect(":memory:"), sqlite3.connect(":memory:")
-        self._opened: dict[str, os.stat_result] = {}
         with self._locked():
             self._make_room(0)
-        self.refresh()
+
+    @property
+    def known(self) -> KeysView[bytes]:
+        """The keys; changes by other processes appear after `refresh`."""
+        return self._sizes.keys()
 
     @contextmanager
-    def _locked(self, processes: bool = True) -> Iterator[None]:
-        """Hold the lock of threads, then the lock of processes, in a transaction of the index.
+    def _locked(self, changes: bool = True) -> Iterator[None]:
+        """Hold the lock, which excludes processes and threads, and know all files.
 
-        processes: False to read nothing but the index.
+        changes: whether others must look at the files again.
         """
-        with self._thread_lock:
-            try:
-                if processes or self._is_replaced(_INDEX):
-                    self._lock_processes()
-                with self._db:
-                    yield
-            except (sqlite3.Error, UnicodeDecodeError) as e:
-                self._opened.clear()  # the next call opens both databases again
-                if _is_damage(e):
-                    remove(self.path / _INDEX)
-                raise
-            finally:
-                self._process_lock.rollback()
+        tag, lock = self.path / "CACHEDIR.TAG", self.path / "lock"
+        if not os.path.lexists(tag):  # the first call, or somebody removed the folder
+            self.path.mkdir(0o700, parents=True, exist_ok=True)
+            _keep_out_of_backups(self.path)
+            tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
+        if os.path.lexists(lock) and not is_own_file(lock):
+            remove(lock)
+        try:
+            fd = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600)
+            with open(fd, "wb", buffering=0):
+                self._wait_for(fd)
+                make_folder(self._new.parent)
+                remove(self._new)  # by a process that was killed
+                stat = os.fstat(fd)  # its size counts changes: a full disk has room for that
+                if (stat.st_ino, stat.st_size) != self._version:
+                    self._look_at_files()
+                os.truncate(fd, stat.st_size + changes)
+                self._version = stat.st_ino, stat.st_size + changes
+                yield
+        except BaseException:
+            self._version = None
+            raise
+        finally:
+            time.sleep(2 * _PAUSE)  # those that wait go before a thread that comes again at once
 
-    def _lock_processes(self) -> None:
+    def _wait_for(self, lock: int) -> None:
+        deadline = time.monotonic() + _LONGEST_WAIT
         while True:
-            if self._is_replaced(_LOCK):  # the first call, or somebody removed the folder
-                self.path.mkdir(0o700, parents=True, exist_ok=True)
-                tag = self.path / "CACHEDIR.TAG"
-                if not os.path.lexists(tag):
-                    _keep_out_of_backups(self.path)
-                    tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
-                self._process_lock = self._connect(_LOCK, self._process_lock)
-                # A full disk has no room for a journal.
-                self._process_lock.execute("PRAGMA journal_mode = MEMORY")
-            self._process_lock.execute("BEGIN EXCLUSIVE")
-            if not self._is_replaced(_LOCK):
-                break
-        make_folder(self._new.parent)
-        remove(self._new)  # by a process that was killed
-        if self._is_replaced(_INDEX):
-            self._open_index()
-
-    def _is_replaced(self, name: str) -> bool:
-        """Whether a database is no longer the one that is open, or none is open."""
-        try:
-            return not os.path.samestat((self.path / name).lstat(), self._opened[name])
-        except (OSError, KeyError):
-            return True
-
-    def _connect(self, name: str, old: sqlite3.Connection) -> sqlite3.Connection:
-        """Open a database instead of the old one.  Anything else in its place goes."""
-        path = self.path / name
-        for file in self.path.glob(f"{name}*"):
-            if not is_own_file(file):
-                remove(file)
-        # `touch` opens only a new file.  If it closed one that another engine in this process uses,
-        # SQLite's locks would end.
-        path.touch(0o600)
-        if name == _LOCK:
-            os.truncate(path, 0)
-        opened = path.lstat()
-        db = sqlite3.connect(path, timeout=_LONGEST_WAIT, check_same_thread=False)
-        db.text_factory = partial(str, encoding="utf-8", errors="replace")
-        self._opened[name] = opened
-        old.close()
-        return db
-
-    def _open_index(self) -> None:
-        self._db, self._version = self._connect(_INDEX, self._db), -1
-        try:
-            if self._db.execute(_CHECK).fetchone() == (_TABLES, "ok"):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-        except Exception as e:
-            if not _is_damage(e):
-                raise
-        if num_files := self._make_index():
-            logger.warning(
-                "the prefix cache makes its index again, which is damaged or old, and finds "
-                f"{num_files:,} files; their order of use and the names of their models are lost"
-            )
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    message = f"another process has locked it for {_LONGEST_WAIT} s"
+                    raise TimeoutError(errno.ETIMEDOUT, message, str(self.path)) from None
+            time.sleep(_PAUSE)
 
-    def _make_index(self) -> int:
-        """Make the index from the files, and remove all others; returns how many there are."""
+    def _look_at_files(self) -> None:
         found = []
-        for file in self._files():
-            key = bytes.fromhex(file.name) if _NAME.fullmatch(file.name) else b""
-            if file == self.path_of(key) and is_own_file(file):
-                found.append((file.stat().st_mtime_ns, file.stat().st_size, key))
-            else:
-                remove(file)
-        for old in self.path.glob(f"{_INDEX}*"):
-            remove(old)
-        self._db = self._connect(_INDEX, self._db)
-        # The index shrinks when files are removed.  Older versions look for a number.
-        self._db.executescript(
-            f"PRAGMA auto_vacuum = FULL; BEGIN; PRAGMA user_version = 2; {_TABLES}"
-        )
-        for use, (_, size, key) in enumerate(sorted(found)):
-            row = key, "", _size_in_quota(size - HEADER), use
-            self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", row)
-        self._db.commit()
-        return len(found)
+        for folder in self.path.glob(_FOLDERS):
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        stat = entry.stat()
+                        found.append((stat.st_mtime_ns, entry.name, stat.st_size))
+        found.sort()
+        sizes = ((bytes.fromhex(name), _size_in_quota(size)) for _, name, size in found)
+        self._sizes, self._last_use = OrderedDict(sizes), found[-1][0] if found else 0
 
     def refresh(self) -> None:
         """Learn what other processes wrote and removed."""
-        with self._locked(processes=False):
-            (version,) = self._db.execute("PRAGMA data_version").fetchone()
-            if version != self._version:
-                self.known = {key for (key,) in self._db.execute("SELECT key FROM files")}
-                self._version = version
+        with self._locked(changes=False):
+            pass
 
     # Files
 
@@ -232,87 +163,72 @@ class Folder:
             self._last_warning = message
             logger.warning(f"the prefix cache {message}")
 
-    def use(self, chain: Sequence[bytes]) -> None:
-        """Count the files of a chain as used just now, also those that `write` will write."""
-        with self._locked():
-            (latest,) = self._db.execute("SELECT COALESCE(MAX(used), 0) FROM files").fetchone()
-            self._uses = {key: latest + len(chain) - i for i, key in enumerate(chain)}
-            rows = ((use, key) for key, use in self._uses.items())
-            self._db.executemany("UPDATE files SET used = ? WHERE key = ?", rows)
-
     def can_keep(self, sizes: Iterable[int]) -> bool:
         """Whether the quota has room for files of these sizes, in bytes."""
-        return sum(map(_size_in_quota, sizes)) <= self.quota
+        return sum(_size_in_quota(HEADER + size) for size in sizes) <= self.quota
 
-    def write(self, files: Sequence[File]) -> int:
-        """Write files of the chain used last, in its order; returns how many bytes it wrote.
+    def write(self, chain: Sequence[bytes], files: Sequence[File]) -> int:
+        """Count the files of a chain as used just now, and write some, in its order.
 
-        Stops rather than evict files of this chain.
+        Stops rather than evict files of this chain.  Returns how many bytes it wrote.
         """
         num_bytes = 0
         with self._locked():
-            new = self._reserve(files)
-            self._db.commit()
-            try:
-                for key, data in new:
+            self._last_use = max(time.time_ns(), self._last_use) + len(chain)  # clocks may go back
+            uses = {key: self._last_use - i for i, key in enumerate(chain)}
+            for key in uses.keys() & self._sizes.keys():
+                self._sizes.move_to_end(key)
+                with suppress(FileNotFoundError):
+                    os.utime(self.path_of(key), ns=(uses[key], uses[key]))
+            free = shutil.disk_usage(self.path).free - self.free_margin
+            for key, data in files:
+                if key in self._sizes:
+                    continue
+                size = _size_in_quota(HEADER + len(data))
+                free -= size
+                if free < 0 or not self._make_room(size, uses):
+                    break
+                try:
+                    write_file(self._new, key, self._model, data)
+                    os.utime(self._new, ns=(uses[key], uses[key]))
                     path = self.path_of(key)
                     make_folder(path.parent)
-                    write_file(self._new, key, data)
                     remove(path)
                     self._new.rename(path)
-                    self.known.add(key)
-                    num_bytes += len(data)
-            finally:  # after an error some are missing
-                remove(self._new)
-                for key, _ in new:
-                    if key not in self.known:
-                        self._remove(key)
-                self._db.commit()
+                finally:
+                    remove(self._new)
+                self._sizes[key] = size
+                num_bytes += len(data)
+            for key in reversed(chain):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
         return num_bytes
 
-    def _reserve(self, files: Sequence[File]) -> list[File]:
-        """Reserve quota for new files; returns those that fit."""
-        new, first = [], min(self._uses.values())
-        free = shutil.disk_usage(self.path).free - self.free_margin
-        for key, data in files:
-            size = _size_in_quota(len(data))
-            row = key, self._model, size, self._uses[key]
-            if self._db.execute("SELECT 1 FROM files WHERE key = ?", (key,)).fetchone():
-                self.known.add(key)
-                continue
-            free -= size
-            if free < 0 or not self._make_room(size, first):
-                break
-            self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", row)
-            new.append((key, data))
-        return new
-
-    def _make_room(self, size: int, before: float = math.inf) -> bool:
-        """Evict the oldest files used before `before`.  Returns whether `size` more bytes fit."""
-        (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        oldest = "SELECT key, bytes FROM files WHERE used < ? ORDER BY used LIMIT 1"
-        while total + size > self.quota:
-            row = self._db.execute(oldest, (before,)).fetchone()
-            if row is None:
+    def _make_room(self, size: int, kept: Container[bytes] = ()) -> bool:
+        """Evict the files used first, up to one to keep.  Whether `size` more bytes fit."""
+        left = self.quota - size - sum(self._sizes.values())
+        while left < 0:
+            oldest = next(iter(self._sizes), None)
+            if oldest is None or oldest in kept:
                 return False
-            self._remove(row[0])
-            total -= row[1]
+            left += self._sizes[oldest]
+            self._remove(oldest)
         return True
 
     def _remove(self, key: bytes) -> None:
-        """Remove a file, then its row."""
         remove(self.path_of(key))
-        self.known.discard(key)
-        self._db.execute("DELETE FROM files WHERE key = ?", (key,))
+        self._sizes.pop(key, None)
 
     # For people
 
     def models(self) -> list[tuple[str, int, int]]:
         """(name, number of files, bytes in the quota) of each model, the largest first."""
-        with self._locked(processes=False):
-            return self._db.execute(
-                "SELECT model, COUNT(*), SUM(bytes) FROM files GROUP BY model ORDER BY 3 DESC"
-            ).fetchall()
+        with self._locked(changes=False):
+            of_model = defaultdict[str, list[int]](list)
+            for key, size in self._sizes.items():
+                of_model[model_of(self.path_of(key))].append(size)
+        rows = [(name, len(sizes), sum(sizes)) for name, sizes in of_model.items()]
+        return sorted(rows, key=lambda row: -row[2])
 
     def verify(self) -> tuple[int, int]:
         """Read every file; drop damaged and foreign ones.  Returns (good files, errors)."""
@@ -320,23 +236,20 @@ class Folder:
         before = self.num_errors
         good = sum(self.read(key) is not None for key in list(self.known))
         with self._locked():
-            names = {key.hex() for (key,) in self._db.execute("SELECT key FROM files")}
-            for file in self._files():
-                if file.name not in names:
-                    self.warn(f"drops {file}: it is not in the index")
+            files = {self.path_of(key) for key in self.known}
+            for file in self.path.glob(f"{_FOLDERS}/*"):
+                if file not in files:
+                    self.warn(f"drops {file}: it is no file of the cache")
                     remove(file)
         return good, self.num_errors - before
 
     def clear(self) -> None:
-        """Remove all files, also those that are not in the index."""
+        """Remove all files, also foreign ones, and the index of older versions."""
         with self._locked():
-            for place in self._new.parent, *self.path.glob("[0-9a-f][0-9a-f]"):
-                remove(place)
-            remove(self.path / _INDEX)
-        self.refresh()
-
-    def _files(self) -> Iterator[Path]:
-        return self.path.glob("[0-9a-f][0-9a-f]/*")
+            for place in "tmp", _FOLDERS, "index.db*":
+                for path in self.path.glob(place):
+                    remove(path)
+            self._sizes.clear()
 
 
 def _keep_out_of_backups(path: Path) -> None:

@@ -4,7 +4,6 @@ A step never waits for the disk, and the copies need little memory: the next blo
 the thread has written the last ones.  Until then the cache may evict the next blocks.
 """
 
-import sqlite3
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,7 +22,7 @@ _MOST_WAITING = 16
 class Writer:
     """Only the engine's thread calls it.
 
-    waiting: the parts of each prefix that are not copied yet; and its keys, until the first copy.
+    waiting: of each prefix, the parts that are not copied yet, and all keys.
     """
 
     def __init__(self, folder: Folder, parts: Parts, blocks: BlockBytes) -> None:
@@ -50,7 +49,7 @@ class Writer:
     def copy(self) -> None:
         """Copy blocks of the first prefix for the thread."""
         (parts, keys), files, num_bytes = self.waiting[0], [], 0
-        if not keys and not self._work.result():
+        if len(parts) < len(keys) and not self._work.result():
             parts.clear()
         while parts and num_bytes < _COPIED:
             part = parts.popleft()
@@ -58,8 +57,7 @@ class Writer:
             if place is not None and part.key not in self._folder.known:
                 files.append((part.key, self._blocks.read(part.group, place)))
                 num_bytes += part.num_bytes
-        self._work = self._thread.submit(self._write, keys.copy(), files)
-        keys.clear()
+        self._work = self._thread.submit(self._write, keys, files)
         if not parts:
             self.waiting.popleft()
 
@@ -68,9 +66,8 @@ class Writer:
         try:
             self._folder.refresh()
             if chain:
-                self._folder.use(chain)
-            self.num_bytes += self._folder.write(files) if files else 0
-        except (sqlite3.Error, OSError) as e:
+                self.num_bytes += self._folder.write(chain, files)
+        except OSError as e:
             self._folder.warn(f"cannot write: {one_line(e)}")
             return False
         return all(key in self._folder.known for key, _ in files)

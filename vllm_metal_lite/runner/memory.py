@@ -176,16 +176,13 @@ class _Sizing:
         if not self._caches or room <= 0:
             return groups
         num_blocks = groups[0].num_blocks
-        wanted = [math.ceil(self._share(group) * num_blocks) for group in groups]
-        idle = [
-            replace(group, num_blocks=min(most, num_blocks - group.num_blocks))
-            for group, most in zip(groups, wanted, strict=True)
+        most = [
+            min(math.ceil(self._share(g) * num_blocks), num_blocks - g.num_blocks) for g in groups
         ]
+        idle = [replace(g, num_blocks=count) for g, count in zip(groups, most, strict=True)]
         part = min(room / max(store_bytes(self.model, idle, self.config.block_size), 1), 1)
-        return [
-            replace(group, num_blocks=group.num_blocks + int(part * more.num_blocks))
-            for group, more in zip(groups, idle, strict=True)
-        ]
+        pairs = zip(groups, most, strict=True)
+        return [replace(g, num_blocks=g.num_blocks + int(part * count)) for g, count in pairs]
 
     def _state_slots(self, left: float, num_blocks: int) -> int:
         """Slots of recurrent states: one per seat, and those of checkpoints.

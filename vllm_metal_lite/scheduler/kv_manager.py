@@ -121,32 +121,22 @@ class KVCacheManager:
                 pool.touch(table.owned)
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
+        start, wanted = hit.num_tokens, request.checkpoint_positions
         boundary = partial(request.last_boundary, block_size=self.block_size)
         if self.states is not None:
             if self.enable_caching:
-                self._continue_turn(request, hit, self.states, boundary)
+                end = end_of_turn(request.num_prompt_tokens, boundary, wanted)
+                places = [boundary(at) // self.block_size for at in wanted if at <= start]
+                names = [request.block_names[place - 1] for place in places if place]
+                self.states.continue_from(request, end, hit.state_slot, start, names)
             self.states.admit(request, hit.state_slot)
         if self.enable_caching:
-            wanted, found = request.checkpoint_positions, max(hit.num_in_blocks, hit.num_tokens)
-            planned = plan_checkpoints(request.num_tokens, hit.num_tokens, boundary, found, wanted)
+            found = max(hit.num_in_blocks, start)
+            planned = plan_checkpoints(request.num_tokens, start, boundary, found, wanted)
             kept = [p.position for p in planned if not p.disposable]
-            request.kept_positions = [*kept, hit.num_tokens]  # others may start there too
-            self._use_named_windows(request, hit.num_tokens)
+            request.kept_positions = [*kept, start]  # others may start there too
+            self._use_named_windows(request, start)
             request.planned = [] if self.states is None else planned
-
-    def _continue_turn(
-        self,
-        request: Request,
-        hit: PrefixHit,
-        states: StateSlots,
-        last_boundary: Callable[[int], int],
-    ) -> None:
-        """Record which conversation a request continues, and which checkpoints it still needs."""
-        size, positions = self.block_size, request.checkpoint_positions
-        end = end_of_turn(request.num_prompt_tokens, last_boundary, positions)
-        places = [last_boundary(at) // size for at in positions if at <= hit.num_tokens]
-        names = [request.block_names[place - 1] for place in places if place]
-        states.continue_from(request, end, hit.state_slot, hit.num_tokens, names)
 
     def _use_named_windows(self, request: Request, most: int) -> None:
         """The whole windows before positions that the request names count as used just now."""

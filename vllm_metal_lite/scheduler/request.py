@@ -134,8 +134,9 @@ class Request:
         """The last position, up to this one, where a cached prefix may end: within no span, and at
         the end of a block."""
         boundary = position // block_size * block_size
-        end = self.last_end(boundary)
-        return boundary if end == boundary else self.last_boundary(end, block_size)
+        while (end := self.last_end(boundary)) < boundary:
+            boundary = end // block_size * block_size
+        return boundary
 
     def forget_unknown(self) -> None:
         """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""

@@ -19,17 +19,16 @@ _PARTS = "#/components/schemas/"
 def route(routes: Sequence[Route], bodies: Mapping[str, type[Body]]) -> Route:
     """The route of the document.  bodies: by path."""
     parts: dict[str, Any] = {}
-    paths = {
-        r.path.replace(":path", ""): {
-            method.lower(): _operation(r, bodies.get(r.path), parts)
-            for method in sorted((r.methods or set()) - {"HEAD"})
-        }
-        for r in routes
-    }
     document = {
         "openapi": "3.1.0",
         "info": {"title": "vllm-metal-lite", "version": __version__},
-        "paths": paths,
+        "paths": {
+            r.path.replace(":path", ""): {
+                method.lower(): _operation(r, bodies.get(r.path), parts)
+                for method in sorted((r.methods or set()) - {"HEAD"})
+            }
+            for r in routes
+        },
         "components": {"schemas": parts},
     }
 
@@ -58,10 +57,9 @@ def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict
         parts |= schema.pop("$defs", {})
         hints = get_type_hints(SamplingParams)
         for field, described in schema["properties"].items():
-            hint = hints.get(RENAMED.get(field, field))
-            # A field without a type here has the type of SamplingParams, or is null.
-            if field == "thinking":  # Anthropic's API gives that name to something else
-                continue
+            # A field without a type here has the type of SamplingParams, or is null.  Anthropic's
+            # API gives the name `thinking` to something else.
+            hint = None if field == "thinking" else hints.get(RENAMED.get(field, field))
             if hint is not None and not described.keys() - {"title", "default"}:
                 described |= TypeAdapter(hint | None).json_schema(ref_template=f"{_PARTS}{{model}}")
                 parts |= described.pop("$defs", {})

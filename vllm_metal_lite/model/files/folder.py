@@ -6,7 +6,7 @@ mlx-lm loads.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -133,40 +133,37 @@ def load_checkpoint(
     Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
     folder for embeddings.  Otherwise raises mlx-lm's error: each weight has one place.
     """
-    heads_made: list[str] = []
+    has_head = True
 
     def classes(config: dict[str, Any]) -> Any:
         model_class, args_class = _get_classes(config)
 
-        def build(args: Any) -> nn.Module:
-            model = model_class(args)
-            own: Callable[[Weights], Weights] = getattr(model, "sanitize", dict)
-
-            def sanitize(weights: Weights) -> Weights:
-                weights = own(_with_prefix(weights, model))
-                expected = dict(tree_flatten(model.parameters()))
+        class Tolerant(model_class):  # type: ignore[valid-type, misc]
+            def sanitize(self, weights: Weights) -> Weights:
+                nonlocal has_head
+                own = getattr(super(), "sanitize", dict)
+                weights, expected = (
+                    own(_with_prefix(weights, self)),
+                    dict(tree_flatten(self.parameters())),
+                )
                 for head in [n for n in weights if n.endswith(_HEAD) and n not in expected]:
                     others = _like(weights[head], weights)
                     if any(mx.array_equal(weights[head], weights[n]) for n in others):
                         del weights[head]
                 if expected.keys() - weights.keys() == {_HEAD} and _is_pooling(folder):
                     [embedding] = _like(expected[_HEAD], weights)
-                    weights[_HEAD] = weights[embedding]
-                    heads_made.append(_HEAD)
+                    weights[_HEAD], has_head = weights[embedding], False
                 return weights
 
-            model.sanitize = sanitize
-            return model
-
-        return build, args_class
+        return Tolerant, args_class
 
     try:
         return *load_model(folder, lazy=True, trust_remote_code=trust_remote_code), True
     except Exception:
         with suppress(Exception):
             model, config = load_model(folder, lazy=True, get_model_classes=classes)
-            del model.sanitize
-            return model, config, not heads_made
+            (model.__class__,) = type(model).__bases__
+            return model, config, has_head
         raise
 
 

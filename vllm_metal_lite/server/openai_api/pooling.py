@@ -5,6 +5,7 @@ import base64
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -91,7 +92,7 @@ class RerankRequest(PoolingBody):
             d["text"] if isinstance(d, Mapping) and d.keys() == {"text"} else d
             for d in self.documents
         ]
-        _check_texts("documents", self.documents)
+        split_prompts(self.documents, "documents", ids=False)
         if self.top_n is not None and self.top_n < 0:
             raise must_be("top_n", "at least 0", self.top_n)
 
@@ -104,19 +105,8 @@ class ScoreRequest(PoolingBody):
 
     def check(self) -> None:
         super().check()
-        _check_texts("text_1", self.text_1)
-        _check_texts("text_2", self.text_2)
-
-
-def _check_texts(field: str, value: Any) -> None:
-    """Raise ApiError (400) unless the value is a text or a list of texts."""
-    if isinstance(value, str):
-        return
-    if not isinstance(value, list) or not value:
-        raise must_be(field, "a text, or a list of at least one text", value)
-    for i, text in enumerate(value):
-        if not isinstance(text, str):
-            raise must_be(f"{field}.{i}", "a text", text)
+        for field in self.prompt_fields:
+            split_prompts(getattr(self, field), field, ids=False)
 
 
 async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
@@ -158,17 +148,18 @@ async def _scores(
     serving: Serving, body: RerankRequest | ScoreRequest, queries: Any, documents: Any
 ) -> tuple[list[float], dict[str, Any]]:
     model, facts, params = serving.model, serving.model.facts, body.params()
-    fields = dict(zip(body.prompt_fields, (queries, documents), strict=True))
-    sizes = [sum(map(len, as_list(texts))) for texts in fields.values()]
+    fields = dict(zip(body.prompt_fields, map(as_list, (queries, documents)), strict=True))
+    (num_queries, num_pairs), texts = map(len, fields.values()), [*chain(*fields.values())]
+    size = sum(map(len, texts))
     if facts.pooling.score_token_ids is not None:  # each pair is a prompt
-        sizes += [(sizes[0] + len(body.instruction or "")) * len(as_list(documents))]
-        fields.pop(body.prompt_fields[0])
-    if (size := sum(sizes)) > MAX_POOLED_CHARACTERS:
+        of_queries = sum(map(len, texts[:num_queries]))
+        size += of_queries * num_pairs // num_queries + len(body.instruction or "") * num_pairs
+        del fields[body.prompt_fields[0]]
+    if size > MAX_POOLED_CHARACTERS:
         why = f"the prompts of all pairs have {size:,} characters, and at most"
         raise ApiError(400, f"{why} {MAX_POOLED_CHARACTERS:,} are allowed", param=body.prompt_field)
-    for text in [*as_list(queries), *as_list(documents)]:
-        if params.truncate_prompt_tokens is None:
-            check_length(model, text)
+    for text in texts if params.truncate_prompt_tokens is None else ():
+        check_length(model, text)
     most = facts.max_model_len
     plan = plan_scores(
         facts.pooling, model.tokenizer, queries, documents, params, most, body.instruction

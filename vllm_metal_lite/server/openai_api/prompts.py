@@ -16,16 +16,19 @@ Prompt = str | list[int]
 _SHORT = 1 << 16  # characters of a text that are encoded in any case
 
 
-def split_prompts(prompt: Any, param: str = "prompt") -> list[Prompt]:
-    """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400)."""
-    if isinstance(prompt, str) or _are_ids(prompt):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise must_be(param, "a text, token ids, or a list of them", prompt)
-    for i, item in enumerate(prompt):
-        if not isinstance(item, str) and not _are_ids(item):
-            raise must_be(f"{param}.{i}", "a text or token ids", item)
-    return prompt
+def split_prompts(prompt: Any, param: str = "prompt", ids: bool = True) -> list[Prompt]:
+    """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400).
+
+    ids: False to refuse token ids.
+    """
+    one = "a text or token ids" if ids else "a text"
+    prompts = [prompt] if isinstance(prompt, str) or (ids and _are_ids(prompt)) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise must_be(param, f"{one}, or a list of at least one", prompt)
+    for i, item in enumerate(prompts):
+        if not isinstance(item, str) and not (ids and _are_ids(item)):
+            raise must_be(f"{param}.{i}", one, item)
+    return prompts
 
 
 def _are_ids(value: Any) -> bool:
