@@ -85,11 +85,11 @@ MLX_CACHE_LIMIT = min(_cache_limit(), 16 << 30)
 class ThisEngine:
     """LLMEngine.  params: fields of SamplingParams, for all requests.
 
-    Every engine has these names and methods.  way: engines of one way differ by settings alone.
+    Every engine has these names and methods.  kind: engines of one kind differ by settings alone.
     resident_bytes: of what it holds between runs, the weights aside.
     """
 
-    way, resident_bytes = "ours", 0
+    kind, resident_bytes = "ours", 0
 
     def __init__(
         self, engine: LLMEngine, name: str = "ours", params: dict[str, Any] | None = None
@@ -151,7 +151,7 @@ class MlxLm:
     """BatchGenerator, a new one for each run.  sizes: its options; by default those of
     `mlx_lm.server`, and all requests decode together."""
 
-    name, way, resident_bytes = "mlx-lm", "batches", 0
+    name, kind, resident_bytes = "mlx-lm", "batches", 0
 
     def __init__(self, model: LoadedModel, **sizes: Any) -> None:
         self.model, self._sizes = native(model), sizes
@@ -181,7 +181,7 @@ class MlxLm:
 class MlxLmSingle:
     """mlx-lm's generator for one sequence: no batch, no padding."""
 
-    name, way, resident_bytes = "mlx-lm generate_step", "single", 0
+    name, kind, resident_bytes = "mlx-lm generate_step", "single", 0
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = native(model)

@@ -195,6 +195,9 @@ def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
     assert all(case.context + case.max_tokens <= 100 for case in cases)
     with pytest.raises(RequestError, match=r"--new-tokens 8 needs .* context of 10 tokens"):
         make_cases([1], [8], 8, 10, EngineConfig())
+    one_a_step = EngineConfig(max_num_batched_tokens=1, max_num_seqs=4096)
+    with pytest.raises(RequestError, match="more than the context of 100 tokens"):
+        make_cases([4096], [8], 8, 100, one_a_step)  # all but one would wait
 
 
 @pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])

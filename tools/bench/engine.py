@@ -150,7 +150,7 @@ def best_of(candidates: list[Engine], found: dict[str, Metrics]) -> list[Engine]
     ranked = sorted(candidates, key=lambda e: -found[e.name]["output_tokens_per_s"])
     if not ranked:
         return []
-    best = {e.way: e for e in reversed(ranked)}.values()
+    best = {e.kind: e for e in reversed(ranked)}.values()
     earliest = min(ranked, key=lambda e: found[e.name]["ttft_median"])
     return [e for e in ranked if e in best or e is earliest]
 

@@ -38,7 +38,7 @@ _WIDTH = 9  # of a number in the table
 _WARM_UP_TOKENS = 128  # the most of the first prompt, which no case counts
 _MOST_TURNS = WARM_UPS + 3  # of a case
 _CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no further turn
-_MOST_TOKENS = 1 << 22  # of prompts that the scheduler is asked for: more take about an hour
+_MOST_TOKENS = 1 << 22  # of prompts, and of answers, for which the scheduler is asked
 
 Row = dict[str, Any]  # of a case in the report
 
@@ -161,14 +161,16 @@ def tokens_ahead(count: int, context: int, config: EngineConfig) -> int:
     blocks = count * (config.max_num_batched_tokens // config.block_size + 2)
     config = replace(config, enable_prefix_caching=False)
     scheduler = Scheduler(config, [KVGroup(window=1, num_blocks=blocks)], 2 * _MOST_TOKENS)
-    queue = [Request(str(i), range(context), _MOST_TOKENS) for i in range(count)]
+    ahead, queue = 0, [Request(str(i), range(context), _MOST_TOKENS) for i in range(count)]
     for request in queue:
         scheduler.add(request)
-    while scheduler.waiting or scheduler.partials:
+    # With more requests than tokens of a step, the last ones wait until others end.
+    while (scheduler.waiting or scheduler.partials) and ahead * count < _MOST_TOKENS:
         step = scheduler.schedule()
         scheduler.advance(step)
         scheduler.update(step, [0] * len(step.terminal), {})
-    return max(request.num_tokens for request in queue) - context
+        ahead = queue[0].num_tokens - context
+    return ahead
 
 
 @dataclass
@@ -289,8 +291,8 @@ def table(rows: Sequence[Row]) -> list[str]:
         for _, metric, factor, _ in COLUMNS:
             for name in names:
                 value, is_ratio = row[name][metric], name == "ratios"
-                form = ".2f" if is_ratio else ",.0f"
-                text = "-" if value is None else format(value * (is_ratio or factor), form)
+                digits = ".2f" if is_ratio else ",.0f"
+                text = "-" if value is None else format(value * (is_ratio or factor), digits)
                 line += f"{text:>{width // len(names)}}"
         lines.append(line + " *" * row["compiling_included"])
     if any(row.get("compiling_included") for row in rows):

@@ -45,7 +45,7 @@ class MlxLmServer(MlxLm):
             prefill_batch_size=s.prefill_batch_size,
             prefill_step_size=s.prefill_step_size,
         )
-        self.name, self.way = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
+        self.name, self.kind = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
 
     def begin(self, load: Load) -> None:
         super().begin(load)
