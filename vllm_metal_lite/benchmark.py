@@ -36,6 +36,14 @@ Tokens = list[tuple[int, int]]  # (number of the request in its load, token)
 Metrics = dict[str, float]  # by name; times in seconds
 
 
+def vocabulary(model: LoadedModel) -> np.ndarray:
+    """Token ids that prompts are drawn from: special tokens are left out."""
+    tokenizer, size = model.tokenizer, model.vocab_size
+    if tokenizer is None:
+        return np.arange(size)
+    return np.setdiff1d(np.arange(min(len(tokenizer), size)), tokenizer.all_special_ids)
+
+
 @dataclass
 class Load:
     """Prompts that arrive together.  max_tokens: of each.

@@ -42,6 +42,7 @@ from vllm_metal_lite.benchmark import (
     drive,
     median_of,
     native,
+    vocabulary,
 )
 from vllm_metal_lite.checks.speed import copy_bandwidth
 from vllm_metal_lite.config import DTYPES, PREFILL_POLICIES
@@ -191,7 +192,7 @@ def share_steps(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Na
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
     results = []
     for name in args.load:
-        load = LOADS[name](Sizes(model.vocab_size, args.scale))
+        load = LOADS[name](Sizes(vocabulary(model), args.scale))
         if load.longest > model.max_position:
             raise MetalLiteError(
                 f"load {name} has requests of {load.longest} tokens, and {model.name} a context of "

@@ -194,11 +194,7 @@ class Suite:
     def run(self, cases: Sequence[BenchCase]) -> None:
         """Fill `rows`.  An engine's failure ends its case alone; that of the warm-up raises
         MetalLiteError."""
-        tokenizer, size = self.model.tokenizer, self.model.vocab_size
-        known = min(len(tokenizer), size) if tokenizer else size
-        self._tokens = np.setdiff1d(
-            np.arange(known), tokenizer.all_special_ids if tokenizer else []
-        )
+        self._tokens = benchmark.vocabulary(self.model)
         self._random = np.random.default_rng(0)
         self._deadline = time.perf_counter() + self.seconds
         shortest = min(case.context for case in cases)

@@ -74,17 +74,20 @@ class WaveLoad(Load):
 
 
 class Sizes:
-    """Token ids from a fixed seed, and numbers under one scale (never below `least`)."""
+    """Token ids from a fixed seed, and numbers under one scale (never below `least`).
 
-    def __init__(self, vocab_size: int, scale: float) -> None:
-        self.vocab_size, self.scale = vocab_size, scale
+    vocabulary: the ids, or their number.
+    """
+
+    def __init__(self, vocabulary: np.ndarray | int, scale: float) -> None:
+        self.vocabulary, self.scale = vocabulary, scale
         self.rng = np.random.default_rng(0)
 
     def __call__(self, n: float, least: int = 1) -> int:
         return max(int(n * self.scale), least)
 
     def tokens(self, n: int) -> list[int]:
-        return self.rng.integers(0, self.vocab_size, n).tolist()
+        return self.rng.choice(self.vocabulary, n).tolist()
 
     def between(self, low: int, high: int, count: int) -> list[int]:
         return self.rng.integers(low, high + 1, count).tolist()
