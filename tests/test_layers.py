@@ -34,7 +34,7 @@ LAYERS = (
     ("engine",),
     # Rooms on top of the core.
     ("chat_formats",),
-    ("checks", "fusion", "prefix_disk", "server"),
+    ("benchmark", "checks", "fusion", "prefix_disk", "server"),
     ("cli", "vllm_plugin"),
     # What the user imports and runs.
     ("__init__", "__main__"),

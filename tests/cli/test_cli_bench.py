@@ -4,22 +4,22 @@ import json
 import os
 import signal
 import sys
-from statistics import median
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.server.cli_kit import CONTEXT, model_folder
+from vllm_metal_lite import benchmark
+from vllm_metal_lite.benchmark import SETTLED, Load, Run, ThisEngine, drive, firsts, steady
 from vllm_metal_lite.cli import machine, shared_report
-from vllm_metal_lite.cli.bench import suite
-from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, BenchCase, make_cases
-from vllm_metal_lite.cli.bench.engines import ThisEngine
-from vllm_metal_lite.cli.bench.suite import Suite, Timing, drive, medians
-from vllm_metal_lite.cli.bench.table import ratio, table
+from vllm_metal_lite.cli.bench import COLUMNS, BenchCase, Suite, make_cases, summary, table
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, RequestError
+from vllm_metal_lite.model.loader import load as load_model
 
 SMALL = ["--requests", "1,3", "--context", "16", "--new-tokens", "8", "--seconds", "60"]
 
@@ -39,24 +39,6 @@ def bench(tmp_path, capsys):
     return run
 
 
-class Script:
-    """An engine that does in each step what a script says: the requests that get a token."""
-
-    name = "ours"
-
-    def __init__(self, *steps: list[int]) -> None:
-        self.steps, self.ended = iter(steps), False
-
-    def begin(self, prompts, max_tokens) -> None:
-        self.ended = False
-
-    def step(self) -> list[int]:
-        return next(self.steps)
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def test_both_engines_are_measured_and_the_report_says_so(bench):
     out, _, report = bench("--compare")
     assert (report["report"], report["schema"], report["kind"]) == ("vllm-metal-lite", 2, "bench")
@@ -64,7 +46,7 @@ def test_both_engines_are_measured_and_the_report_says_so(bench):
     assert [(c["requests"], c["context"]) for c in report["cases"]] == [(1, 16), (3, 16)]
     for case in report["cases"]:
         for engine in "ours", "mlx_lm":
-            assert all(case[engine][field] > 0 for field in Timing._fields)
+            assert all(case[engine][field] > 0 for _, field, *_ in COLUMNS)
         assert case["ratios"]["decode_rate"] == pytest.approx(
             case["ours"]["decode_rate"] / case["mlx_lm"]["decode_rate"]
         )
@@ -106,11 +88,11 @@ def test_an_error_names_its_own_option(capsys):
 def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
     """Ctrl-C comes after the first of two cases."""
 
-    def interrupted(timings):
+    def interrupted(turns):
         os.kill(os.getpid(), signal.SIGINT)
-        return medians(timings)
+        return summary(turns)
 
-    monkeypatch.setattr("vllm_metal_lite.cli.bench.suite.medians", interrupted)
+    monkeypatch.setattr("vllm_metal_lite.cli.bench.summary", interrupted)
     path = tmp_path / "report.json"
     assert main(["bench", str(model_folder()), *SMALL, "--report", str(path)]) == 130
     report = json.loads(path.read_text())
@@ -138,56 +120,73 @@ def test_an_engine_that_fails_spoils_its_case_only(monkeypatch, capsys):
 # Measuring
 
 
-class Ticks(Script):
-    """A script whose steps take half a second each of an injected clock."""
+class Script:
+    """An engine that does in each step what a script says: the requests that get a token.  A step
+    takes half a second of an injected clock."""
+
+    resident_bytes, now, ended = 0, 0.0, False
 
     def __init__(self, monkeypatch, *steps: list[int]) -> None:
-        super().__init__(*steps)
-        self.now = 0.0
-        monkeypatch.setattr(suite, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.steps = iter(steps)
+        monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
-    def step(self) -> list[int]:
+    def begin(self, load) -> None:
+        self.ended = False
+
+    def add(self, first, prompts, max_tokens) -> None:
+        pass
+
+    def step(self) -> list[tuple[int, int]]:
         self.now += 0.5
-        return super().step()
+        return [(i, 7) for i in next(self.steps)]
+
+    def end(self) -> int:
+        self.ended = True
+        return 0
+
+
+def run_of(engine, requests: int, new_tokens: int, most_seconds: float = 1e9) -> Run:
+    load = Load([[1]] * requests, [50] * requests, [SETTLED + new_tokens] * requests)
+    return drive(engine, load, lambda: engine.now >= most_seconds)
 
 
 def test_decodes_count_while_all_requests_decode(monkeypatch):
     """Request 0 has three tokens before request 1 has its first."""
-    together = [[0, 1]] * (SETTLE_STEPS + 5)
-    engine = Ticks(monkeypatch, [], [0], [0], [0], [1], *together)
-    result = drive(engine, [[1] * 100] * 2, 5, 50, lambda: False)
-    assert result == Timing(median([1.0, 2.5]), 200 / 2.5, 2 / 0.5)
+    together = [[0, 1]] * (SETTLED - 1 + 5)
+    engine = Script(monkeypatch, [], [0], [0], [0], [1], *together)
+    run = run_of(engine, 2, new_tokens=5)
+    assert firsts(run) == [1.0, 2.5]
+    assert steady(run) == {"steady_tokens_per_s": 2 / 0.5, "steady_step_median": 0.5}
     assert engine.ended
     assert next(engine.steps, None) is None, "all steps are needed"
 
 
-@pytest.mark.parametrize(("max_tokens", "most_seconds"), [(50, 5), (SETTLE_STEPS + 3, 50)])
-def test_a_run_that_is_too_short_has_no_decode_rate(monkeypatch, max_tokens, most_seconds):
-    engine = Ticks(monkeypatch, *[[0, 1]] * (SETTLE_STEPS + 3))
-    result = drive(engine, [[1], [1]], 5, max_tokens, lambda: engine.now >= most_seconds)
-    assert result == Timing(0.5, 4.0, None)
+@pytest.mark.parametrize(("new_tokens", "most_seconds"), [(5, 5), (3, 50)])
+def test_a_run_that_is_too_short_has_no_decode_rate(monkeypatch, new_tokens, most_seconds):
+    engine = Script(monkeypatch, *[[0, 1]] * (SETTLED + 3))
+    run = run_of(engine, 2, new_tokens, most_seconds)
+    assert firsts(run) == [0.5, 0.5]
+    assert steady(run) == {}
 
 
-def test_a_run_without_all_first_tokens_has_no_result(monkeypatch):
-    engine = Ticks(monkeypatch, [0], [0])
-    assert drive(engine, [[1], [1]], 5, 50, lambda: engine.now >= 1) is None
-    assert engine.ended
-
-
-def test_an_engine_that_fails_is_left_empty():
-    engine = Script()
+def test_an_engine_that_fails_is_left_empty(monkeypatch):
+    engine = Script(monkeypatch)
     with pytest.raises(StopIteration):
-        drive(engine, [[1]], 5, 50, lambda: False)
+        run_of(engine, 1, new_tokens=5)
     assert engine.ended
 
 
-def test_a_time_limit_skips_and_says_how_long():
-    silent = Script()
-    silent.step = list  # nothing ever comes
-    tried = Suite([silent], range(9), 4, 10**9, seconds=-1.0)
-    tried.run([BenchCase(1, 8, 50)], stop=lambda: False)
-    assert tried.results[0].skipped == "did not end within the time limit"
-    assert not tried.results[0].timings
+@pytest.mark.parametrize("seconds", [-1.0, 0.2])
+def test_a_time_limit_skips_and_says_how_long(monkeypatch, seconds):
+    """The limit ends before the first step, and before request 1 has its first token."""
+    engine = Script(monkeypatch, [0], [0])
+    monkeypatch.setattr("vllm_metal_lite.cli.bench.time", benchmark.time)
+    model = SimpleNamespace(tokenizer=None, vocab_size=9)
+    tried = Suite({"ours": lambda _: engine}, model, 4, 10**9, seconds, stop=lambda: False)
+    tried.run([BenchCase(2, 8, 50)])
+    why = "did not end within the time limit"
+    assert tried.rows == [{"requests": 2, "context": 8, "skipped": why}]
+    assert engine.ended
 
 
 def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
@@ -196,14 +195,42 @@ def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
     assert all(case.context + case.max_tokens <= 100 for case in cases)
     with pytest.raises(RequestError, match=r"--new-tokens 8 needs .* context of 10 tokens"):
         make_cases([1], [8], 8, 10, EngineConfig())
+    one_a_step = EngineConfig(max_num_batched_tokens=1, max_num_seqs=4096)
+    with pytest.raises(RequestError, match="more than the context of 100 tokens"):
+        make_cases([4096], [8], 8, 100, one_a_step)  # all but one would wait
+
+
+@pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
+@pytest.mark.parametrize("threshold", [0, 32])
+def test_requests_have_room_for_their_tokens_while_others_wait(policy, threshold):
+    """The engine itself, with a case whose prompts take many steps."""
+    options = {"prefill_policy": policy, "long_prefill_token_threshold": threshold}
+    config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=5, speculate="off", **options)
+    (case,) = make_cases([5], [64], 8, 300, config)
+    engine = ThisEngine(LLMEngine(load_model("demo"), replace(config, num_blocks=200)))
+    load = Load([[i + 1] * 64 for i in range(5)], [case.max_tokens] * 5, [SETTLED + 8] * 5)
+    counts = [len(tokens) for tokens in drive(engine, load).tokens]
+    assert min(counts) == SETTLED + 8
+    assert max(counts) <= case.max_tokens <= max(counts) + 2
 
 
 def test_a_ratio_above_1_means_that_ours_is_better():
-    timings = {"ours": Timing(1.0, 20.0, None), "mlx-lm": Timing(2.0, 10.0, 5.0)}
-    assert ratio(timings, "seconds_to_first", more=False) == 2.0
-    assert ratio(timings, "prompt_rate", more=True) == 2.0
-    assert ratio(timings, "decode_rate", more=True) is None
-    assert table([])
+    ours = {"seconds_to_first": 1.0, "prompt_rate": 20.0}
+    theirs = {"seconds_to_first": 2.0, "prompt_rate": 10.0, "decode_rate": 5.0}
+    row = summary([{"ours": ours, "mlx_lm": theirs}])
+    assert row["ratios"] == {"seconds_to_first": 2.0, "prompt_rate": 2.0, "decode_rate": None}
+    assert row["ours"]["decode_rate"] is None
+    *_, line, once, _ = table([{"requests": 1, "context": 8, **row}])
+    assert " ".join(line.split()) == "8 1 1,000 2,000 2.00 20 10 2.00 - 5 - *"
+    assert once.startswith("*: one or two runs")
+
+
+def test_the_first_turns_do_not_count_if_others_follow():
+    turns = [{"ours": {"seconds_to_first": float(i)}} for i in range(1, 6)]
+    rows = [summary(turns[:n]) for n in range(1, 6)]
+    assert [row["ours"]["seconds_to_first"] for row in rows] == [1, 2, 3, 3.5, 4]
+    assert [row["turns_counted"] for row in rows] == [1, 1, 1, 2, 3]
+    assert [row["compiling_included"] for row in rows] == [True, True, False, False, False]
 
 
 # Reports

@@ -13,17 +13,17 @@ from tools import repro_block_exhaustion
 from tools.bench import engine as bench_engine
 from tools.bench import speculation
 from tools.bench.lib.agreement import agree
-from tools.bench.lib.driver import Run, drive
-from tools.bench.lib.engines import ThisEngine
-from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
-from tools.bench.lib.metrics import measure, median_of
-from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
+from tools.bench.lib.engines import FittedEngine
+from tools.bench.lib.loads import Sizes, Wave, WaveLoad, agents, newcomer, users
+from tools.bench.lib.metrics import measure, reusable_tokens
+from tools.bench.lib.mlx_lm import MlxLmServer, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
 from tools.demo_model import recall
 from tools.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.benchmark import MlxLmSingle, Run, drive, median_of
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.fusion import decide
@@ -38,13 +38,13 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def shared() -> Load:
+def shared() -> WaveLoad:
     return agents(Sizes(8192, 0.02))
 
 
 @pytest.fixture(scope="module")
 def expected(model, shared) -> Run:
-    return drive(ThisEngine(model, shared), shared)
+    return drive(FittedEngine(model, shared), shared)
 
 
 def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
@@ -57,7 +57,7 @@ def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
 
 @pytest.mark.parametrize("prefix", ["none", "once", "server"])
 def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, prefix):
-    run = drive(MlxLm(model, Settings(2, 8, prefix=prefix)), shared)
+    run = drive(MlxLmServer(model, Settings(2, 8, prefix=prefix)), shared)
     assert agree(model, expected, run).within_ties
     late = len(shared.prompts) - len(shared.waves[0].prompts)
     least = {"none": 0, "once": late, "server": late}[prefix] * shared.prefix_length
@@ -65,15 +65,15 @@ def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, p
 
 
 def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shared, expected):
-    ours = ThisEngine(model, shared)
+    ours = FittedEngine(model, shared)
     runs = [drive(ours, shared) for _ in range(2)]
     assert [r.cached_tokens for r in runs] == [expected.cached_tokens] * 2
     assert runs[0].tokens == runs[1].tokens == expected.tokens
 
 
 def test_one_request_alone(model):
-    load = Load([Wave([list(range(9))], [6])])
-    runs = [drive(e, load) for e in (ThisEngine(model, load), MlxLmSingle(model))]
+    load = WaveLoad([Wave([list(range(9))], [6])])
+    runs = [drive(e, load) for e in (FittedEngine(model, load), MlxLmSingle(model))]
     assert agree(model, *runs).within_ties
     assert [len(r.tokens[0]) for r in runs] == [6, 6]
 
@@ -90,7 +90,7 @@ def test_paces_of_a_run():
     times = [[0.1 + 0.01 * i for i in range(20)] for _ in range(2)]
     times[1][12:] = [t + 0.005 for t in times[1][12:]]
     run = Run([0.0, 0.05], times, [[0] * 20] * 2, seconds=0.4, peak_bytes=1 << 30)
-    values = measure(Load([Wave([[1]] * 2, [20] * 2)]), run)
+    values = measure(WaveLoad([Wave([[1]] * 2, [20] * 2)]), run)
     assert values["output_tokens_per_s"] == pytest.approx(100)
     assert values["ttft_median"] == pytest.approx(0.075)
     assert values["gap_median"] == pytest.approx(0.01)
@@ -126,7 +126,7 @@ def hybrid(request):
 
 
 @pytest.fixture(scope="module")
-def conversations() -> Load:
+def conversations() -> WaveLoad:
     return users(Sizes(512, 0.02), count=3, turns=2)
 
 
@@ -141,7 +141,7 @@ def test_states_of_random_weights_stay_finite_and_remember(hybrid):
 
 
 def test_a_turn_follows_its_own_answer(model, conversations):
-    run = drive(ThisEngine(model, conversations), conversations)
+    run = drive(FittedEngine(model, conversations), conversations)
     for i, before in enumerate(conversations.follows):
         if before is not None:
             said = run.prompts[before] + run.tokens[before]
@@ -154,11 +154,13 @@ def test_a_turn_follows_its_own_answer(model, conversations):
 @pytest.mark.long
 @pytest.mark.parametrize("prefix", ["once", "server"])
 def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
-    ours = drive(ThisEngine(hybrid, conversations), conversations)
-    run = drive(MlxLm(hybrid, Settings(3, 8, prefix=prefix)), conversations)
+    ours = drive(FittedEngine(hybrid, conversations), conversations)
+    run = drive(MlxLmServer(hybrid, Settings(3, 8, prefix=prefix)), conversations)
     assert agree(hybrid, ours, run).within_ties
     shared = conversations.prefix_length * (len(conversations.prompts) - 1)
-    assert run.cached_tokens == {"once": shared, "server": run.reusable_tokens}[prefix]
+    assert (
+        run.cached_tokens == {"once": shared, "server": reusable_tokens(conversations, run)}[prefix]
+    )
 
 
 def test_bytes_of_a_decode_step():
@@ -199,7 +201,7 @@ def test_the_tables_of_loads_of_a_hybrid_model(monkeypatch, capsys):
 
 def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
     fails = Mock(side_effect=RuntimeError("cuGraphAddKernelNode: invalid argument"))
-    bench = bench_engine.Bench("single", Load([Wave([[1]], [2])]))
+    bench = bench_engine.Bench("single", WaveLoad([Wave([[1]], [2])]))
     engine = argparse.Namespace(name="mlx-lm 16/32")
     done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
     monkeypatch.setattr(bench_engine, "drive", lambda *_: done)

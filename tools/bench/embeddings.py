@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tools.bench.lib.engines import MLX_CACHE_LIMIT
-from tools.bench.lib.mlx_lm import native
 from tools.bench.lib.models import get_model
 from tools.lib.frame import at_least, parser_of, print_table, run_main
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams, backend
+from vllm_metal_lite.benchmark import MLX_CACHE_LIMIT, native
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import body_of
 

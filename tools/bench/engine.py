@@ -23,17 +23,27 @@ from dataclasses import replace
 from typing import Any
 
 from tools.bench.lib.agreement import agree
-from tools.bench.lib.driver import Run, drive
-from tools.bench.lib.engines import Engine, ThisEngine
-from tools.bench.lib.loads import CONTENT, LOADS, Load, Sizes
-from tools.bench.lib.metrics import Metrics, measure, median_of
-from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings, native
+from tools.bench.lib.engines import FittedEngine
+from tools.bench.lib.loads import CONTENT, LOADS, Sizes, WaveLoad
+from tools.bench.lib.metrics import measure
+from tools.bench.lib.mlx_lm import MlxLmServer, Settings
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import step_bytes
 from tools.bench.lib.tables import Result, print_load
 from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.trust import trusted
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
+from vllm_metal_lite.benchmark import (
+    WARM_UPS,
+    Engine,
+    Metrics,
+    MlxLmSingle,
+    Run,
+    drive,
+    median_of,
+    native,
+    vocabulary,
+)
 from vllm_metal_lite.checks.speed import copy_bandwidth
 from vllm_metal_lite.config import DTYPES, PREFILL_POLICIES
 from vllm_metal_lite.errors import one_line
@@ -42,11 +52,11 @@ from vllm_metal_lite.model.loader import LoadedModel
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens a step, decodes included
 
 
-def peers(load: Load, model: LoadedModel) -> list[Engine]:
+def peers(load: WaveLoad, model: LoadedModel) -> list[Engine]:
     """The settings of mlx-lm to try on a load, the likely best first."""
     n, largest = len(load.prompts), max(len(wave.prompts) for wave in load.waves)
     if n == 1:
-        return [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
+        return [MlxLmSingle(model), MlxLmServer(model, Settings(1, 1))]
     if load.prefix_length:
         # A cache that is computed once holds the prefix; the server's hold whole conversations.
         has_turns = any(wave.follows for wave in load.waves)
@@ -57,13 +67,13 @@ def peers(load: Load, model: LoadedModel) -> list[Engine]:
         first = n if load.is_even else n // 2  # even prompts need no padding
         sizes = dict.fromkeys((first, n // 2, n // 4, n, max(n // 8, 1)))
         settings = [Settings(size, n) for size in sizes] + [Settings(n // 2, n // 2)]
-    return [MlxLm(model, s) for s in settings]
+    return [MlxLmServer(model, s) for s in settings]
 
 
 class Bench:
     """Runs engines on a load, alternately."""
 
-    def __init__(self, name: str, load: Load) -> None:
+    def __init__(self, name: str, load: WaveLoad) -> None:
         self.name, self.load = name, load
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
@@ -105,14 +115,14 @@ class Bench:
         )
 
 
-def compare(name: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
+def compare(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Run one load on this engine and on mlx-lm at its best."""
     bench = Bench(name, load)
-    ours = ThisEngine(model, load, args.ours)
+    ours = FittedEngine(model, load, args.ours)
     candidates = peers(load, model)
     if args.settings and len(load.prompts) > 1:
-        candidates = [MlxLm(model, s) for s in args.settings]
-    for _ in range(2):  # a variant with prompts is compiled when it comes a second time
+        candidates = [MlxLmServer(model, s) for s in args.settings]
+    for _ in range(WARM_UPS):
         bench.run(ours, "warm-up")
     found = sweep(bench, candidates, args.quick)
     finalists = best_of([e for e in candidates if e.name in found], found)
@@ -141,12 +151,12 @@ def best_of(candidates: list[Engine], found: dict[str, Metrics]) -> list[Engine]
     ranked = sorted(candidates, key=lambda e: -found[e.name]["output_tokens_per_s"])
     if not ranked:
         return []
-    best = {e.way: e for e in reversed(ranked)}.values()
+    best = {e.kind: e for e in reversed(ranked)}.values()
     earliest = min(ranked, key=lambda e: found[e.name]["ttft_median"])
     return [e for e in ranked if e in best or e is earliest]
 
 
-def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) -> str:
+def add_roofline(model: LoadedModel, load: WaveLoad, medians: dict[str, Metrics]) -> str:
     """Add the share of a step that moving `step_bytes` takes at the bandwidth of a copy.  Returns
     both numbers as text, or "" if no engine has steady steps."""
     steady = [metrics for metrics in medians.values() if "steady_step_median" in metrics]
@@ -160,21 +170,21 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
     return f"A step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s."
 
 
-def share_steps(name: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> Result:
+def share_steps(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Namespace) -> Result:
     """Measure a prompt that arrives while others decode, under each way to share the steps."""
     steps = [n for n in (STEPS[:5:2] if args.quick else STEPS) if n < len(load.prompts[-1])]
     engines: list[Engine] = []
     for tokens in steps:
         options = {**args.ours, "max_num_batched_tokens": tokens}
-        engines.append(ThisEngine(model, load, options, name=f"mixed, steps of {tokens}"))
+        engines.append(FittedEngine(model, load, options, name=f"mixed, steps of {tokens}"))
     for policy in PREFILL_POLICIES:
         options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
-        engines.append(ThisEngine(model, load, options, name=f"{policy}, in one step"))
+        engines.append(FittedEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
-    engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
+    engines += [MlxLmServer(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
     bench = Bench(name, load)
     for engine in engines:
-        for _ in range(2):
+        for _ in range(WARM_UPS):
             bench.run(engine, "warm-up")
     return bench.turns(model, engines, args.repeats, theirs=engines[-1])
 
@@ -182,7 +192,7 @@ def share_steps(name: str, load: Load, model: LoadedModel, args: argparse.Namesp
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
     results = []
     for name in args.load:
-        load = LOADS[name](Sizes(model.vocab_size, args.scale))
+        load = LOADS[name](Sizes(vocabulary(model), args.scale))
         if load.longest > model.max_position:
             raise MetalLiteError(
                 f"load {name} has requests of {load.longest} tokens, and {model.name} a context of "

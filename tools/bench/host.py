@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.lib.engines import ThisEngine
-from tools.bench.lib.loads import Load, Wave
+from tools.bench.lib.engines import FittedEngine
+from tools.bench.lib.loads import Wave, WaveLoad
 from tools.lib.frame import at_least, parser_of, print_table, run_main
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import load
@@ -47,10 +47,10 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     said = model.tokenizer.encode(_README.read_text(encoding="utf-8")[:6000])
     rng, count = np.random.default_rng(0), args.requests
     prompts = [rng.integers(32, model.vocab_size, 100).tolist() for _ in range(count)]
-    requests = Load([Wave(prompts, [args.steps + 2 * _WARM_UPS] * count)])
+    requests = WaveLoad([Wave(prompts, [args.steps + 2 * _WARM_UPS] * count)])
     for text in _TEXTS:
         params = {"stop": "\n\n\n"} if text == _TEXTS[2] else {}
-        ours = ThisEngine(model, requests, {"max_num_batched_tokens": 8192}, params=params)
+        ours = FittedEngine(model, requests, {"max_num_batched_tokens": 8192}, params=params)
         ours.begin(requests)
         ours.add(0, requests.prompts, requests.max_tokens)
         engine = ours.engine

@@ -34,13 +34,14 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.lib.metrics import Metrics, gaps, median_of, pace
+from tools.bench.lib.metrics import pace
 from tools.bench.lib.models import BITS, write_model
 from tools.bench.lib.tables import print_medians, ratios
 from tools.lib.clients import Clients, LoadRun, send
 from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.processes import cpu_seconds, sampled_memory
 from tools.lib.servers import mlx_lm, ours, server
+from vllm_metal_lite.benchmark import Metrics, gaps, median_of
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 

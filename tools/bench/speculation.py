@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.lib.driver import drive
-from tools.bench.lib.engines import ThisEngine
-from tools.bench.lib.loads import Load, Wave
-from tools.bench.lib.metrics import measure, median_of
+from tools.bench.lib.engines import FittedEngine
+from tools.bench.lib.loads import Wave, WaveLoad
+from tools.bench.lib.metrics import measure
 from tools.bench.lib.models import BITS, get_model
 from tools.lib.frame import at_least, parser_of, print_table, run_main
 from tools.lib.trust import trusted
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.benchmark import WARM_UPS, drive, median_of
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.loader import load as load_model
@@ -95,7 +95,7 @@ def texts(kind: str, length: int, model: LoadedModel) -> tuple[list[int], list[i
     return [*header, *text], answer
 
 
-class Unforced(ThisEngine):
+class Unforced(FittedEngine):
     """Samples the tokens that a schema forces like others."""
 
     def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
@@ -104,7 +104,7 @@ class Unforced(ThisEngine):
             entry.packs = False
 
 
-def make_engine(model: LoadedModel, load: Load, kind: str, mode: str) -> ThisEngine:
+def make_engine(model: LoadedModel, load: WaveLoad, kind: str, mode: str) -> FittedEngine:
     options = {
         "max_num_seqs": 2 * len(load.prompts),
         "state_cache_gib": 0,
@@ -112,7 +112,7 @@ def make_engine(model: LoadedModel, load: Load, kind: str, mode: str) -> ThisEng
         "speculate": "auto" if mode == "auto" else "off",
     }
     grammar = StructuredOutputsParams(json=SCHEMA) if kind == "json" else None
-    of = Unforced if mode == "unforced" else ThisEngine
+    of = Unforced if mode == "unforced" else FittedEngine
     with trusted():
         return of(model, load, options, params={"structured_outputs": grammar})
 
@@ -143,13 +143,13 @@ def speeds(
         prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
         mx.eval(prepared.tokens)
         for count in (count for count in counts if count in args.requests):
-            load, found = Load([Wave([prompt] * count, [args.length] * count)]), {}
+            load, found = WaveLoad([Wave([prompt] * count, [args.length] * count)]), {}
             for mode in MODES[kind != "json" :]:
                 engine = make_engine(answering, load, kind, mode)
-                runs = [drive(engine, load) for _ in range(args.runs + 2)]  # two warm up
+                runs = [drive(engine, load) for _ in range(args.runs + WARM_UPS)]
                 if any(tokens != answer for run in runs for tokens in run.tokens):
                     raise MetalLiteError(f"{kind}: an answer is not the prepared one")
-                found[mode] = median_of([measure(load, run) for run in runs[2:]])
+                found[mode] = median_of([measure(load, run) for run in runs[WARM_UPS:]])
                 drafts = engine.engine.metrics()
                 del engine
                 mx.clear_cache()

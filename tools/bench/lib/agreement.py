@@ -3,9 +3,8 @@
 import statistics
 from dataclasses import dataclass
 
-from tools.bench.lib.driver import Run
-from tools.bench.lib.mlx_lm import native
 from vllm_metal_lite import backend
+from vllm_metal_lite.benchmark import Run, native
 from vllm_metal_lite.checks.compare_tokens import TIE_16_BIT
 from vllm_metal_lite.model.loader import LoadedModel
 

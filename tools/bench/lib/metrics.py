@@ -6,59 +6,45 @@ from itertools import pairwise
 
 import numpy as np
 
-from tools.bench.lib.driver import Run
-from tools.bench.lib.loads import Load
-
-_SETTLED = 8  # tokens of a request before its pace counts
-
-Metrics = dict[str, float]
+from tools.bench.lib.loads import WaveLoad
+from vllm_metal_lite.benchmark import SETTLED, Metrics, Run, firsts, gaps, steady
 
 
-def gaps(times: Sequence[float]) -> list[float]:
-    return np.diff(times).tolist()
-
-
-def pace(tokens: int, seconds: float, firsts: Sequence[float], between: Sequence[float]) -> Metrics:
-    """The metrics of every load.  firsts: times to the first token.  between: gaps of tokens."""
+def pace(tokens: int, seconds: float, waits: Sequence[float], between: Sequence[float]) -> Metrics:
+    """The metrics of every load.  waits: times to the first token.  between: gaps of tokens."""
     values = {
         "output_tokens_per_s": tokens / seconds,
-        "requests_per_s": len(firsts) / seconds,
-        "ttft_median": statistics.median(firsts),
-        "ttft_p90": float(np.quantile(firsts, 0.9)),
+        "requests_per_s": len(waits) / seconds,
+        "ttft_median": statistics.median(waits),
+        "ttft_p90": float(np.quantile(waits, 0.9)),
     }
     if between:
         values |= {"gap_median": statistics.median(between), "gap_worst": max(between)}
     return values
 
 
-def measure(load: Load, run: Run) -> Metrics:
+def measure(load: WaveLoad, run: Run) -> Metrics:
     """Every metric of a run of an engine."""
-    firsts = [t[0] - a for t, a in zip(run.times, run.arrived, strict=True)]
     between = [gap for times in run.times for gap in gaps(times)]
+    reusable = reusable_tokens(load, run)
     values = {
-        **pace(sum(map(len, run.tokens)), run.seconds, firsts, between),
+        **pace(sum(map(len, run.tokens)), run.seconds, firsts(run), between),
         "cached_tokens": run.cached_tokens,
-        **({"cached_share": run.cached_tokens / n} if (n := run.reusable_tokens) > 0 else {}),
+        **({"cached_share": run.cached_tokens / reusable} if reusable > 0 else {}),
         "peak_gib": run.peak_bytes / 2**30,
     }
-    values.update(_newcomer(run) if load.ends_with_last_wave else _steady(run))
-    return values
+    return values | (_newcomer(run) if load.ends_with_last_wave else steady(run))
 
 
-def _steady(run: Run) -> Metrics:
-    """Tokens a second while all requests decode: until the first one ends."""
-    if min(map(len, run.times)) <= _SETTLED:
-        return {}
-    start = max(times[_SETTLED - 1] for times in run.times)
-    end = min(times[-1] for times in run.times)
-    stamps = sorted({t for times in run.times for t in times if start <= t <= end})
-    if len(stamps) < 3:
-        return {}
-    tokens = sum(start < t <= end for times in run.times for t in times)
-    return {
-        "steady_tokens_per_s": tokens / (end - start),
-        "steady_step_median": statistics.median(gaps(stamps)),
-    }
+def reusable_tokens(load: WaveLoad, run: Run) -> int:
+    """Prompt tokens that a perfect cache would hold, because they came before in the load: those of
+    the turn before with its answer, and shared tokens of all but the first request."""
+    turns = [
+        len(run.prompts[before]) + len(run.tokens[before])
+        for before in load.follows
+        if before is not None
+    ]
+    return sum(turns) + load.prefix_length * (len(load.prompts) - len(turns) - 1)
 
 
 def _newcomer(run: Run) -> Metrics:
@@ -68,7 +54,7 @@ def _newcomer(run: Run) -> Metrics:
     idle, busy = [], []
     for times in others:
         for a, b in pairwise(times):
-            if b <= arrived and a >= times[_SETTLED - 1]:
+            if b <= arrived and a >= times[SETTLED - 1]:
                 idle.append(b - a)
             elif b > arrived and a < first:
                 busy.append(b - a)
@@ -81,9 +67,3 @@ def _newcomer(run: Run) -> Metrics:
         "busy_gap_worst": max(busy),
         "others_tokens_per_s": during / (first - arrived),
     }
-
-
-def median_of(values: Sequence[Metrics]) -> Metrics:
-    """The median of each metric that all of them have."""
-    keys = [key for key in values[0] if all(key in v for v in values)]
-    return {key: statistics.median(v[key] for v in values) for key in keys}

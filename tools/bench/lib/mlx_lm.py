@@ -1,20 +1,14 @@
-"""mlx-lm as an engine of the serving benchmarks, driven as its own server drives it.
-
-It uses `BatchGenerator`, and prompt caches for shared beginnings.
-"""
+"""mlx-lm as an engine of the serving benchmarks."""
 
 import copy
 from dataclasses import dataclass
 from typing import Any
 
-from tools.bench.lib.engines import MLX_CACHE_LIMIT, Tokens
-from tools.bench.lib.loads import Load
 from vllm_metal_lite import backend
+from vllm_metal_lite.benchmark import Load, MlxLm, Tokens
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
-import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 mx = backend.mx
@@ -40,54 +34,34 @@ class Settings:
         return name if self.prefix == "none" else f"{name}, prefix: {self.prefix}"
 
 
-_NATIVE: dict[int, nn.Module] = {}
-
-
-def native(model: LoadedModel) -> nn.Module:
-    """A copy of a model's modules, which share the arrays.
-
-    The first call must come before an engine joins the model's projections.
-    """
-    if backend.is_cpu():  # where nothing is joined
-        return model.packed.model
-    if id(model) not in _NATIVE:
-        _NATIVE[id(model)] = copy.deepcopy(model.packed.model)
-    return _NATIVE[id(model)]
-
-
-class MlxLm:
-    """BatchGenerator, a new one for each run."""
-
-    resident_bytes = 0
+class MlxLmServer(MlxLm):
+    """mlx-lm, driven as its own server drives it, and with prompt caches for shared beginnings."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
-        self.model, self.settings = native(model), settings
-        self.name, self.way = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
-
-    def begin(self, load: Load) -> None:
-        mx.set_cache_limit(MLX_CACHE_LIMIT)
-        s = self.settings
-        self._generator = BatchGenerator(
-            self.model,
+        s = self.settings = settings
+        super().__init__(
+            model,
             completion_batch_size=s.completion_batch_size,
             prefill_batch_size=s.prefill_batch_size,
             prefill_step_size=s.prefill_step_size,
         )
+        self.name, self.kind = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
+
+    def begin(self, load: Load) -> None:
+        super().begin(load)
         self._shared = load.prefix_length
         self._kept = LRUPromptCache(max_size=2 * len(load.prompts))  # enough for all prompts
         self._once: list[Any] | None = None
-        self._number: dict[int, int] = {}  # by mlx-lm's uid
         self._cached = 0
 
-    def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
+    def _insert(self, prompts: list[list[int]], max_tokens: list[int]) -> list[int]:
         caches, cached = zip(*map(self._find, prompts), strict=True)
-        uids = self._generator.insert_segments(
+        return self._generator.insert_segments(
             [self._segments(p, n) for p, n in zip(prompts, cached, strict=True)],
             max_tokens,
             list(caches),
             [p[:n] for p, n in zip(prompts, cached, strict=True)],
         )
-        self._number.update((uid, first + i) for i, uid in enumerate(uids))
 
     def _find(self, prompt: list[int]) -> tuple[list[Any] | None, int]:
         """A cache of the first tokens of a prompt, and their number."""
@@ -130,30 +104,6 @@ class MlxLm:
         return [(self._number[r.uid], int(r.token)) for r in responses]
 
     def end(self) -> int:
-        self._generator.close()
-        del self._generator, self._kept, self._once
+        super().end()
+        del self._kept, self._once
         return self._cached
-
-
-class MlxLmSingle:
-    """mlx-lm's generator for one sequence: no batch, no padding."""
-
-    name, way, resident_bytes = "mlx-lm generate_step", "single", 0
-
-    def __init__(self, model: LoadedModel) -> None:
-        self.model = native(model)
-
-    def begin(self, load: Load) -> None:
-        mx.set_cache_limit(MLX_CACHE_LIMIT)
-
-    def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
-        ((prompt,), (n,)) = prompts, max_tokens
-        self._steps = generate_step(mx.array(prompt), self.model, max_tokens=n)
-
-    def step(self) -> Tokens:
-        token, _ = next(self._steps)
-        return [(0, int(token))]
-
-    def end(self) -> int:
-        self._steps.close()
-        return 0

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tools.bench.lib.agreement import Agreement
-from tools.bench.lib.metrics import Metrics
 from tools.lib.frame import print_table
+from vllm_metal_lite.benchmark import Metrics, ratio
 
 
 class Column(NamedTuple):
@@ -81,9 +81,10 @@ def ratios(medians: dict[str, Metrics]) -> Metrics:
     for key, _, _, _, more in COLUMNS:
         others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
         mine = medians.get("ours", {}).get(key)
-        if more is None or mine is None or not others or min(mine, *others) <= 0:
+        if more is None or not others:
             continue
-        found[key] = mine / max(others) if more else min(others) / mine
+        if times := ratio(mine, max(others) if more else min(others), more):
+            found[key] = times
     return found
 
 
