@@ -80,6 +80,31 @@ def test_other_forms(tokenizer, seed):
     assert re.fullmatch("a*b", draw(tokenizer, seed, grammar=gbnf))
 
 
+WORDS = st.sampled_from(["<|user|>", "<|end|>", "a<|pad|", "<|pad|>b", "|><|user|><", "x"])
+
+
+@given(words=st.lists(WORDS, min_size=1, max_size=4), seed=st.integers(0, 9))
+@example(words=["<|user|>"], seed=0)
+def test_the_text_of_a_special_token_is_spelled_by_others(tokenizer, words, seed):
+    """`walk` asserts that the mask allows what is forced."""
+    text, many = "".join(words), [f"{word}{i}" for i, word in enumerate(words)]
+    assert json.loads(draw(tokenizer, seed, json={"const": text})) == text
+    assert draw(tokenizer, seed, choice=many) in many
+    assert draw(tokenizer, seed, grammar=f"root ::= {json.dumps(text)}") == text
+    pattern = f"{re.escape(text)}[a-z]{{1,3}}{re.escape(text)}"
+    limits = constraint(tokenizer, regex=pattern)
+    tokens = walk(limits, tokenizer.vocab_size, np.random.default_rng(seed), 99, 1)
+    assert not limits.error()
+    assert re.fullmatch(pattern, tokenizer.decode(tokens[:-1]))
+    assert not set(tokens[:-1]) & set(tokenizer.all_special_ids)
+
+
+def test_a_grammar_names_special_tokens(tokenizer):
+    limits = constraint(tokenizer, grammar='start: <|user|> "a" <[3]>')
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert limits.forced() == [user, *tokenizer.encode("a", add_special_tokens=False), 3]
+
+
 def test_at_the_end_only_the_end_may_come(tokenizer):
     limits = constraint(tokenizer, choice=["yes"])
     for token in limits.forced():

@@ -22,17 +22,6 @@ _SPACES = {
 }
 
 
-def marks_of(tokenizer: Any) -> dict[str, int]:
-    """Ids by text of the tokens that a grammar must name by id.  For llguidance a special token is
-    not text; nor is an added token in angle brackets, such as Qwen's `<tool_call>`."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {
-        token.content: i
-        for i, token in added.items()
-        if token.special or token.content[:1] + token.content[-1:] == "<>"
-    }
-
-
 def literal(text: str, special_tokens: SpecialTokens = _NO_TOKENS) -> str:
     """Text as a terminal of the grammar."""
     if text in special_tokens:
