@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
@@ -125,6 +126,14 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
     assert tokenizer.decode(limits.forced()).startswith('{"temp')
 
 
+def need(schema, **parts):
+    """An object that needs a property."""
+    return {"type": "object", "properties": {"n": schema}, "required": ["n"], "$defs": parts}
+
+
+LOOP_A, LOOP_B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
+
+
 @pytest.mark.parametrize(
     ("form", "words"),
     [
@@ -137,6 +146,15 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
         ({"grammar": "start: nowhere"}, r'grammar: at 1\(8\): unknown name: "nowhere"$'),
         ({"json": {"not": {}}}, "not"),
         ({"json": {"$ref": "#"}}, "json: no text fits"),
+        ({"json": need({"$ref": "#"})}, r"json.properties.n: no text fits: '#' requires itself"),
+        (
+            {"json": {"items": {"$ref": "#/items"}, "minItems": 1, "type": "array"}},
+            "items: no text",
+        ),
+        ({"json": need({"$ref": "#/$defs/a"}, a=need(LOOP_B), b=need(LOOP_A))}, "requires itself"),
+        ({"json": {"anyOf": [LOOP_A, LOOP_B], "$defs": {"a": LOOP_B, "b": LOOP_A}}}, "itself"),
+        ({"json": {"allOf": [need(LOOP_A)], "$defs": {"a": {"oneOf": [need(LOOP_A)]}}}}, "itself"),
+        ({"grammar": 'start: "a" %json {"items": {"$ref": "#/items"}}'}, "items: no text fits"),
         ({"json": "[1]"}, "json: a schema must be an object"),
         ({"json": {"enum": [object()]}}, "json cannot be written as JSON"),
         ({"json": {"properties": {"a": {"items": {"type": "x"}}}}}, "json.properties.a.items: .*x"),
@@ -373,6 +391,28 @@ def test_the_place_of_an_error_is_sought_no_longer_than_a_caller_waits(compiled,
     with pytest.raises(SamplingError, match=r"json: .*not"):
         check(StructuredOutputsParams(json={"properties": {**parts, "bad": {"not": {}}}}))
     assert compiled.call_count <= 2 + compiler.MAX_SECONDS
+
+
+def test_schemas_may_refer_to_themselves_where_they_need_not(tokenizer):
+    """Many references, each of which needs the next; only the last ends."""
+    parts = {f"a{i}": need({"$ref": f"#/$defs/a{i + 1}"}) for i in range(500)}
+    parts["a500"] = {"anyOf": [{"$ref": "#/$defs/a0"}, {"type": "null"}]}
+    check(StructuredOutputsParams(json={"$ref": "#/$defs/a0", "$defs": parts}))
+    node = {"type": "object", "properties": {"next": LOOP_A}, "additionalProperties": False}
+    assert draw(tokenizer, 0, json={**LOOP_A, "$defs": {"a": node}})
+
+
+def test_a_bad_form_is_refused_within_the_time_of_one(monkeypatch):
+    def new_matcher(grammar, tokenizer):
+        time.sleep(0.15)
+        return Mock(is_error=lambda: True, get_error=lambda: "bad")
+
+    monkeypatch.setattr(compiler, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(compiler, "_new_matcher", new_matcher)
+    start = time.monotonic()
+    with pytest.raises(SamplingError, match="bad"):
+        check(StructuredOutputsParams(json={"items": {"items": {"title": "never seen"}}}))
+    assert time.monotonic() - start < 0.35
 
 
 def test_a_grammar_in_use_is_compiled_once(tokenizer, compiled):

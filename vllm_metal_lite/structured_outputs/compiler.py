@@ -99,7 +99,7 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
     raise GrammarError(params.kind, place, why)
 
 
-@lru_cache(64)  # remembers valid forms, keeps no compiled grammar
+@lru_cache(256)  # remembers valid forms, keeps no compiled grammar
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
