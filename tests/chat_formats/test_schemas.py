@@ -56,6 +56,7 @@ SCHEMAS = {
     "all of limits": one({"allOf": [INT | {"minimum": 3}, {"minimum": 1, "maximum": 9}]}),
     "all of names": one({"allOf": [one(INT, additionalProperties=False), one({"minimum": 3})]}),
     "all of values": one({"allOf": [{"enum": [1, 2, "a"]}, {"enum": [2, "a", True]}, TEXT]}),
+    "one of values": one({"allOf": [{"enum": [1, 2]}, {"const": 2}]}),
     "beside": one({"$ref": "#/$defs/a", "enum": [2, 3]}) | {"$defs": {"a": {"enum": [1, 2]}}},
     "anchor": one({"$ref": "#n"}) | {"$defs": {"n": {"$anchor": "n", "type": "integer"}}},
     "many values": one({"enum": [f"value {i}" for i in range(2500)]}),

@@ -202,14 +202,16 @@ def _combined(schema: Schema, part: Any) -> Any:
             both[key] = [k for k in JSON_TYPES.values() if _has(one, k) and _has(other, k)]
             if not both[key]:
                 return False
-        elif key in ("enum", "const"):
-            values = set(map(json.dumps, named_values(part)))
-            both["enum"] = [v for v in named_values(schema) if json.dumps(v) in values]
-            both.pop("const", None)
         elif key in ("items", "additionalProperties"):
             both[key] = _all_of(one, other)
         elif key in _ALL_LIMITS:
             both[_DROPPED] = key
+    if (values := named_values(schema)) and (others := named_values(part)):
+        texts = set(map(json.dumps, others))
+        both["enum"] = [v for v in values if json.dumps(v) in texts]
+        both.pop("const", None)
+        if not both["enum"]:
+            return False
     if names := {**properties_of(schema), **properties_of(part)}:
         both["properties"] = {n: _all_of(_named(schema, n), _named(part, n)) for n in names}
     return both
