@@ -13,8 +13,8 @@ from tests.support.chat.guided import guided_answer
 from tests.support.chat.text import TOOLS, parse
 from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
+from vllm_metal_lite.structured_outputs.marks import marks_of
 
 hf = pytest.importorskip("llguidance.hf")
 llguidance = pytest.importorskip("llguidance")

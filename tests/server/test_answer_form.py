@@ -7,12 +7,12 @@ import pytest
 from tests.support.chat import guided
 from tests.support.chat.byte_tokenizer import tokenizer_of
 from vllm_metal_lite.chat_formats.detect import PLAIN
-from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.chat_formats.harmony import HARMONY
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.structured import answer_form
+from vllm_metal_lite.structured_outputs.marks import marks_of
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")

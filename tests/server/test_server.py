@@ -16,6 +16,7 @@ from tests.support.server.command import eventually
 from tests.support.server.raw_http import CHAT, connect
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.openai_api import completions
+from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.structured_outputs import compiler
@@ -121,6 +122,21 @@ def test_a_client_that_goes_frees_its_seat(running, client, stream, times):
     eventually(lambda: client.get("/status").json()["server"]["running"] == 0)
     engine = running.server.models.loaded["demo"]
     eventually(lambda: engine.metrics["requests_running"] == 0)
+
+
+def test_unknown_fields_of_objects_have_their_place():
+    body = ChatCompletionRequest.model_validate({**HI, **NESTED, "e": 1})
+    objects = "response_format.b", "response_format.json_schema.c", "tools.function.d"
+    assert [*body.unknown_fields()] == ["e", "stream_options.a", *objects]
+
+
+NESTED = {
+    "stream": True, "stream_options": {"a": 1}, "tool_choice": "none",
+    "response_format": {
+        "type": "json_schema", "b": 1, "json_schema": {"schema": {"type": "null"}, "c": 1},
+    },
+    "tools": [{"type": "function", "function": {"name": "f", "d": 1}}],
+}  # fmt: skip
 
 
 def test_unknown_fields_are_logged_once_in_short_lines(client, caplog):

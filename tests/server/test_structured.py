@@ -87,6 +87,16 @@ def test_any_object(http):
         assert isinstance(json.loads(text), dict)
 
 
+def test_an_object_with_a_schema(http):
+    """As llama.cpp's server takes it."""
+    form = {"type": "json_object", "schema": SCHEMA}
+    reply = post(http, "chat/completions", messages=ASK, response_format=form).json()
+    Lantern.model_validate_json(reply["choices"][0]["message"]["content"])
+    form["schema"] = {"type": "object", "uniqueItems": True}
+    error = post(http, "chat/completions", messages=ASK, response_format=form).json()["error"]
+    assert error["param"] == "response_format.schema"
+
+
 def test_a_form_that_only_the_engine_can_refuse(http):
     form = {"grammar": "start: <no>"}
     reply = post(http, "chat/completions", messages=ASK, structured_outputs=form)

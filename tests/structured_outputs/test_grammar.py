@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
@@ -80,6 +81,31 @@ def test_other_forms(tokenizer, seed):
     assert re.fullmatch("a*b", draw(tokenizer, seed, grammar=gbnf))
 
 
+WORDS = st.sampled_from(["<|user|>", "<|end|>", "a<|pad|", "<|pad|>b", "|><|user|><", "x"])
+
+
+@given(words=st.lists(WORDS, min_size=1, max_size=4), seed=st.integers(0, 9))
+@example(words=["<|user|>"], seed=0)
+def test_the_text_of_a_special_token_is_spelled_by_others(tokenizer, words, seed):
+    """`walk` asserts that the mask allows what is forced."""
+    text, many = "".join(words), [f"{word}{i}" for i, word in enumerate(words)]
+    assert json.loads(draw(tokenizer, seed, json={"const": text})) == text
+    assert draw(tokenizer, seed, choice=many) in many
+    assert draw(tokenizer, seed, grammar=f"root ::= {json.dumps(text)}") == text
+    pattern = f"{re.escape(text)}[a-z]{{1,3}}{re.escape(text)}"
+    limits = constraint(tokenizer, regex=pattern)
+    tokens = walk(limits, tokenizer.vocab_size, np.random.default_rng(seed), 99, 1)
+    assert not limits.error()
+    assert re.fullmatch(pattern, tokenizer.decode(tokens[:-1]))
+    assert not set(tokens[:-1]) & set(tokenizer.all_special_ids)
+
+
+def test_a_grammar_names_special_tokens(tokenizer):
+    limits = constraint(tokenizer, grammar='start: <|user|> "a" <[3]>')
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert limits.forced() == [user, *tokenizer.encode("a", add_special_tokens=False), 3]
+
+
 def test_at_the_end_only_the_end_may_come(tokenizer):
     limits = constraint(tokenizer, choice=["yes"])
     for token in limits.forced():
@@ -100,6 +126,14 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
     assert tokenizer.decode(limits.forced()).startswith('{"temp')
 
 
+def need(schema, **parts):
+    """An object that needs a property."""
+    return {"type": "object", "properties": {"n": schema}, "required": ["n"], "$defs": parts}
+
+
+LOOP_A, LOOP_B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
+
+
 @pytest.mark.parametrize(
     ("form", "words"),
     [
@@ -112,6 +146,15 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
         ({"grammar": "start: nowhere"}, r'grammar: at 1\(8\): unknown name: "nowhere"$'),
         ({"json": {"not": {}}}, "not"),
         ({"json": {"$ref": "#"}}, "json: no text fits"),
+        ({"json": need({"$ref": "#"})}, r"json.properties.n: no text fits: '#' requires itself"),
+        (
+            {"json": {"items": {"$ref": "#/items"}, "minItems": 1, "type": "array"}},
+            "items: no text",
+        ),
+        ({"json": need({"$ref": "#/$defs/a"}, a=need(LOOP_B), b=need(LOOP_A))}, "requires itself"),
+        ({"json": {"anyOf": [LOOP_A, LOOP_B], "$defs": {"a": LOOP_B, "b": LOOP_A}}}, "itself"),
+        ({"json": {"allOf": [need(LOOP_A)], "$defs": {"a": {"oneOf": [need(LOOP_A)]}}}}, "itself"),
+        ({"grammar": 'start: "a" %json {"items": {"$ref": "#/items"}}'}, "items: no text fits"),
         ({"json": "[1]"}, "json: a schema must be an object"),
         ({"json": {"enum": [object()]}}, "json cannot be written as JSON"),
         ({"json": {"properties": {"a": {"items": {"type": "x"}}}}}, "json.properties.a.items: .*x"),
@@ -348,6 +391,28 @@ def test_the_place_of_an_error_is_sought_no_longer_than_a_caller_waits(compiled,
     with pytest.raises(SamplingError, match=r"json: .*not"):
         check(StructuredOutputsParams(json={"properties": {**parts, "bad": {"not": {}}}}))
     assert compiled.call_count <= 2 + compiler.MAX_SECONDS
+
+
+def test_schemas_may_refer_to_themselves_where_they_need_not(tokenizer):
+    """Many references, each of which needs the next; only the last ends."""
+    parts = {f"a{i}": need({"$ref": f"#/$defs/a{i + 1}"}) for i in range(500)}
+    parts["a500"] = {"anyOf": [{"$ref": "#/$defs/a0"}, {"type": "null"}]}
+    check(StructuredOutputsParams(json={"$ref": "#/$defs/a0", "$defs": parts}))
+    node = {"type": "object", "properties": {"next": LOOP_A}, "additionalProperties": False}
+    assert draw(tokenizer, 0, json={**LOOP_A, "$defs": {"a": node}})
+
+
+def test_a_bad_form_is_refused_within_the_time_of_one(monkeypatch):
+    def new_matcher(grammar, tokenizer):
+        time.sleep(0.15)
+        return Mock(is_error=lambda: True, get_error=lambda: "bad")
+
+    monkeypatch.setattr(compiler, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(compiler, "_new_matcher", new_matcher)
+    start = time.monotonic()
+    with pytest.raises(SamplingError, match="bad"):
+        check(StructuredOutputsParams(json={"items": {"items": {"title": "never seen"}}}))
+    assert time.monotonic() - start < 0.35
 
 
 def test_a_grammar_in_use_is_compiled_once(tokenizer, compiled):

@@ -4,12 +4,12 @@ Keys have no marks; models also write other quotes.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal, texts
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare, calls_grammar, literal, texts
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SCALARS, SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
@@ -92,22 +92,26 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
         yield from reader.has(end)  # a model may end its answer without
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        arguments = _Rules(quote, special, lines, tool).arguments()
+        arguments = _Rules(quote, special, lines, tool).rule()
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 
-    return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), thoughts)
+    grammar = calls_grammar(rule, bare("{"), start=start)
+    return ChatFormat(name, (start,), (end,), read, grammar, thoughts)
 
 
 class _Rules(SchemaRules):
+    names = rf"(?![\"']){bare(':,}')}"
+
     def __init__(self, quote: str, special: SpecialTokens, lines: list[str], tool: Tool) -> None:
-        self._quote = mark = literal(quote, special)
+        self._mark, self._quote = quote, (mark := literal(quote, special))
         by_id = quote in special  # so no text holds the mark
         rules = [
             "any: string | scalar | list | object",
             f"scalar: %json {json.dumps({'type': SCALARS})}",
             'list: "[" (any ("," any)*)? "]"',
             'object: "{" (pair ("," pair)*)? "}"',
-            'pair: /[A-Za-z_][A-Za-z0-9_]*/ ":" any',
+            "pair: key any",
+            'key: /[A-Za-z_][A-Za-z0-9_]*/ ":"',
             f"string: {mark} text {mark}" if by_id else f"string: {mark} text",
             "text: /(?s:.*)/" if by_id else f"text[suffix={mark}]: /(?s:.*)/",
         ]
@@ -116,10 +120,13 @@ class _Rules(SchemaRules):
     def key(self, name: str) -> str:
         return literal(f"{name}:")
 
-    def constant(self, value: Any) -> str:
-        if isinstance(value, str):
-            return f"{self._quote} {literal(value)} {self._quote}"
-        return literal(json.dumps(value))
+    def constants(self, values: Sequence[Any]) -> list[str]:
+        strings = [literal(v) for v in values if isinstance(v, str) and self._mark not in v]
+        others = [literal(json.dumps(v)) for v in values if not isinstance(v, str)]
+        found = [self.add(" | ".join(others), "V")] if others else []
+        if strings:
+            found.append(f"{self._quote} {self.add(' | '.join(strings), 'V')} {self._quote}")
+        return found
 
     def order(self, names: Mapping[str, Any]) -> list[str]:
         return sorted(names, key=str.lower)

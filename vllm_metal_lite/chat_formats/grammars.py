@@ -9,8 +9,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import Resolver, listed, properties_of, types_of, values_of
+from vllm_metal_lite.chat_formats.schema import (
+    Schema,
+    bare_text,
+    listed,
+    named_values,
+    properties_of,
+    types_of,
+    values_of,
+)
+from vllm_metal_lite.chat_formats.schema_rules import Rules
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
+from vllm_metal_lite.errors import show
+from vllm_metal_lite.structured_outputs.json_schema import SchemaError
 
 SpecialTokens = Mapping[str, int]  # ids by text
 CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens, str], str]
@@ -20,17 +31,6 @@ _NO_TOKENS: SpecialTokens = {}
 _SPACES = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
-
-
-def marks_of(tokenizer: Any) -> dict[str, int]:
-    """Ids by text of the tokens that a grammar must name by id.  For llguidance a special token is
-    not text; nor is an added token in angle brackets, such as Qwen's `<tool_call>`."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {
-        token.content: i
-        for i, token in added.items()
-        if token.special or token.content[:1] + token.content[-1:] == "<>"
-    }
 
 
 def literal(text: str, special_tokens: SpecialTokens = _NO_TOKENS) -> str:
@@ -58,18 +58,39 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 CallRule = Callable[[Tool, SpecialTokens, list[str]], str]
 
 
+def bare(without: str = "") -> str:
+    """A pattern of the names that `Reader.name` reads; without: no part of them."""
+    return rf"(?!\s)[^<\n{re.escape(without)}]+(?<!\s)"
+
+
+def named_by(names: str, tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
+    """The tools that a choice allows, if a format's reader can read their names (a pattern).
+    Raises SchemaError if none is left."""
+    allowed = [tool for tool in tools if choice.name in (None, tool.name)]
+    found = [tool for tool in allowed if re.fullmatch(names, tool.name)]
+    if allowed and not found:
+        raise SchemaError(f": {show(allowed[0].name)}", "calls of this format cannot name it")
+    return found
+
+
 def calls_grammar(
-    rule: CallRule, *, start: str, between: str = "", opening: str = "", close: str = ""
+    rule: CallRule,
+    names: str = "(?s:.+)",
+    *,
+    start: str,
+    between: str = "",
+    opening: str = "",
+    close: str = "",
 ) -> CallGrammar:
-    """start: the text before each call; with `close`, the text before the first call, followed by
-    `opening`.  close: the text after the last call.  between: the text between calls.  In mode
-    "auto" the answer may have text, with or without calls."""
+    """names: see `named_by`.  start: the text before each call; with `close`, the text before the
+    first call, followed by `opening`.  close: the text after the last call.  between: the text
+    between calls.  In mode "auto" the answer may have text, with or without calls."""
 
     def grammar(
         tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str
     ) -> str:
         lines: list[str] = []
-        rules = [rule(tool, special, lines) for tool in tools if choice.name in (None, tool.name)]
+        rules = [rule(tool, special, lines) for tool in named_by(names, tools, choice)]
         lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(rules)))}")
         lines += [f"call_{i}: {rule}" for i, rule in enumerate(rules)]
         space = f"{json.dumps(between)} " if between else ""
@@ -93,11 +114,19 @@ def calls_grammar(
 
 
 def json_calls(
-    *, start: str, head: str, middle: str, tail: str = "", quoted: bool = True, **around: str
+    *,
+    start: str,
+    head: str,
+    middle: str,
+    tail: str = "",
+    quoted: bool = True,
+    without: str = "",
+    **around: str,
 ) -> CallGrammar:
     """Calls with JSON arguments: start head NAME middle ARGUMENTS tail.
 
-    quoted: the name is a JSON string.  around: see `calls_grammar`.
+    quoted: the name is a JSON string; else, it has none of the characters `without`.
+    around: see `calls_grammar`.
     """
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
@@ -105,51 +134,113 @@ def json_calls(
         lines.append(f"{arguments}: %json {json.dumps(schema_of(tool))}")
         return f"{texts(f'{head}{name}{middle}', special)} {arguments} {texts(tail, special)}"
 
-    return calls_grammar(rule, start=start, **around)
+    names = "(?s:.*)" if quoted else bare(without)
+    return calls_grammar(rule, names, start=start, **around)
 
 
 def parameter_calls(
-    *, start: str, head: str, tail: str, parameter: str, parameter_end: str, **around: str
+    *,
+    start: str,
+    head: str,
+    tail: str,
+    parameter: str,
+    parameter_end: str,
+    without: str = "",
+    **around: str,
 ) -> CallGrammar:
     """Calls with a parameter for each argument, in the order of the schema.
 
     head and parameter have {} for a name; parameter may have a second one, for whether the value is
     a string.  A string ends at the mark in `parameter_end`, as readers read it.  Other values are
-    JSON.  around: see `calls_grammar`.
+    JSON.  without: characters that no name has.  around: see `calls_grammar`.
     """
     end_mark = parameter_end.strip()
-    line_break = parameter_end[parameter_end.index(end_mark) + len(end_mark) :]
+    before_mark, *_ = parameter_end.partition(end_mark)
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        resolve = Resolver(tool.parameters)
+        rules = Rules(lines, tool)
 
-        def call(whole: Mapping[str, Any]) -> str:
-            required = listed(whole, "required")
+        def text(limits: str) -> tuple[str, str]:
+            """A string as terminals, and the text after it."""
+            after = parameter_end
+            if limits != _ANY_TEXT and before_mark:  # which is no part of the string
+                limits = f"({limits}) {literal(before_mark)}"
+                after = after.removeprefix(before_mark)
+            if end_mark in special:  # by its id, so no text holds the mark
+                return rules.add(limits, "T"), after
+            suffixed = rules.add(limits, "v", f"[suffix={literal(end_mark)}]")
+            return suffixed, after.partition(end_mark)[2]
+
+        def pair(whole: Schema, name: str, alternatives: list[Schema]) -> str:
+            place, after = f".properties.{name}", parameter_end
+            named = [schema for schema in alternatives if named_values(schema)]
+            others = [schema for schema in alternatives if schema not in named]
+            # Strings are written without quotes, so a value that may be a string is free text.
+            kinds = types_of(others)
+            is_text = bool(others) and (not kinds or "string" in kinds)
+            is_string = is_text or types_of(alternatives) == {"string"}
+            for schema in named:
+                rules.hold(schema, place)
+            if is_text:
+                value, after = text(_limits(rules, others, named, place))
+            else:
+                plain = [t for t in map(bare_text, values_of(named)) if end_mark not in t]
+                values = [rules.add(" | ".join(map(literal, plain)), "V")] if plain else []
+                if others:
+                    part = {"anyOf": others} if named else properties_of(whole)[name]
+                    part = rules.resolve.standalone(part)
+                    values.append(f"%json {json.dumps({**part, **_SPACES})}")
+                value = rules.add(" | ".join(values) or rules.refuse(place))
+            before = texts(parameter.format(name, str(is_string).lower()), special)
+            return rules.add(f"{before} {value} {texts(after, special)}")
+
+        def call(whole: Schema) -> str:
+            rules.hold(whole, "", "properties", "required", "additionalProperties")
             parts = [texts(head.format(tool.name), special)]
-            for name, schema in properties_of(whole).items():
-                alternatives = resolve(schema)
-                values, types = values_of(alternatives), types_of(alternatives)
-                # Strings are written without quotes, so a value that may be a string is free text.
-                is_text = not values and (not types or "string" in types)
-                is_string = is_text or types == {"string"}
-                pair, value = f"p_{len(lines)}", f"v_{len(lines)}"
-                parts.append(pair if name in required else f"{pair}?")
-                before = texts(parameter.format(name, str(is_string).lower()), special)
-                after = texts(parameter_end, special)
-                if values:
-                    bare = [literal(v if isinstance(v, str) else json.dumps(v)) for v in values]
-                    lines.append(f"{value}: {' | '.join(bare)}")
-                elif not is_text:
-                    json_schema = {**resolve.standalone(schema), **_SPACES}
-                    lines.append(f"{value}: %json {json.dumps(json_schema)}")
-                elif end_mark in special:  # by its id, so no text holds the mark
-                    lines.append(f"{value}: /(?s:.*)/")
-                else:
-                    lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
-                    after = texts(line_break, special)
-                lines.append(f"{pair}: {before} {value} {after}")
+            for name, alternatives in rules.offered(whole, bare(without), "").items():
+                part = pair(whole, name, alternatives)
+                parts.append(part if name in listed(whole, "required") else f"{part}?")
             return " ".join([*parts, texts(tail, special)])
 
-        return " | ".join(map(call, tool.arguments))
+        return " | ".join(map(call, rules.arguments()))
 
-    return calls_grammar(rule, start=start, **around)
+    return calls_grammar(rule, bare(without), start=start, **around)
+
+
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def _limits(rules: Rules, others: list[Schema], named: list[Schema], place: str) -> str:
+    """The terminal of a value that may be a string.
+
+    others, named: its alternatives.  If there are several, a reader decides by the text which type
+    the value has, so they must have no limits.
+    """
+    [schema, *more] = others
+    if schema.get("type") != "string" or more or named:
+        for schema in [] if {} in others else others:
+            rules.hold(schema, place)
+        if {} not in others and any(v is not None and type(v) is not str for v in values_of(named)):
+            rules.hold({"enum": [0], "pattern": ""}, place)
+        return _ANY_TEXT
+    pattern = _unanchored(str(schema.get("pattern", "")))
+    rules.hold(schema, place, "minLength", "maxLength", *(["pattern"] if pattern else []))
+    limits = [f"/{pattern}/"] if pattern and "pattern" in schema else []
+    if "minLength" in schema or "maxLength" in schema:
+        limits.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
+    return " & ".join(limits) or _ANY_TEXT
+
+
+def _unanchored(pattern: str) -> str:
+    """A regex for a whole text that contains `pattern`; "": it has anchors within."""
+    begin, end = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    body = pattern[begin : len(pattern) - end]
+    rest = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "", body)
+    while rest != (outer := re.sub(r"\([^()]*\)", "", rest)):
+        if re.search(r"[\^$]", rest):
+            return ""
+        rest = outer
+    if re.search(r"[\^$]", rest) or ("|" in rest and (begin or end)):
+        return ""
+    body = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", body).replace("\n", r"\n")
+    return f"{'' if begin else '(?s:.*)'}(?:{body}){'' if end else '(?s:.*)'}"

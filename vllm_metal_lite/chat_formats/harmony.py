@@ -15,7 +15,7 @@ from contextlib import suppress
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
 from vllm_metal_lite.chat_formats.calls import json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import SpecialTokens, schema_of, texts
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, named_by, schema_of, texts
 from vllm_metal_lite.chat_formats.history import one_call_each, text_as_thoughts
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
@@ -80,7 +80,7 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
 
 def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str) -> str:
     """Thoughts and words for the user, then one call; if none is demanded, a call or `final`."""
-    allowed = [tool for tool in tools if choice.name in (None, tool.name)]
+    allowed = named_by(r"[^\s<]+", tools, choice)
     lasts = [f"call_{i}" for i in range(len(allowed))]
     if choice.mode in ("auto", "none"):
         lasts.append("final")

@@ -83,5 +83,6 @@ KIMI_K2 = _format(
     _ARGUMENTS,
     head="functions.",
     middle=f":0{_ARGUMENTS}",
+    without=":",
     adapt=partial(with_call_ids, _kimi_id),
 )

@@ -45,7 +45,7 @@ MISTRAL = ChatFormat(
     (_START,),
     ("\n",),
     _read,
-    json_calls(start=_START, head="", middle=_ARGUMENTS, quoted=False),
+    json_calls(start=_START, head="", middle=_ARGUMENTS, quoted=False, without="["),
     thoughts=Thoughts("[THINK]", "[/THINK]"),
     adapt=partial(with_call_ids, _call_id),
 )

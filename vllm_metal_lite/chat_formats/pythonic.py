@@ -5,13 +5,14 @@ All arguments of a call come at once, because Python's literals are parsed only 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare, calls_grammar, literal
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
@@ -19,6 +20,7 @@ from vllm_metal_lite.chat_formats.typed import python_value
 
 # A parameter's name need not be Python's: `-A`, `a.b`, `class`, `two words`.
 _KEY = re.compile(r"""[^\n()\[\]{}'"]+""")
+_NAMES = r"""(?!\s)[^\n()\[\]{}'",=]+(?<!\s)"""  # those that end at the first `=`
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
@@ -110,38 +112,37 @@ class _Rules(SchemaRules):
             'null: "None" | "null"',
             'list: "[" (any (", " any)*)? "]"',
             'object: "{" (pair (", " pair)*)? "}"',
-            'pair: string ": " any',
+            "pair: key any",
+            'key: string ": "',
             r"""string: /"([^"\\\x00-\x1f]|\\["\\nrt])*"|'([^'\\\x00-\x1f]|\\['\\nrt])*'/""",
         ]
         super().__init__(lines, tool, rules)
 
     def whole(self, schema: Mapping[str, Any]) -> str:
-        return self.pairs(schema, lambda name: literal(f"{name}="))
+        return self.pairs(schema, lambda name: literal(f"{name}="), _NAMES, "")
 
     def key(self, name: str) -> str:
-        return f'{self.constant(name)} ": "'
+        return f'{self.constants([name])[0]} ": "'
 
-    def constant(self, value: Any) -> str:
-        if isinstance(value, bool):
-            return f'("{value}" | "{str(value).lower()}")'
-        if value is None:
-            return "null"
-        text = json.dumps(value, ensure_ascii=False)
-        if isinstance(value, str):
-            return f"({literal(text)} | {literal(repr(value))})"
-        return literal(text)
+    def constants(self, values: Sequence[Any]) -> list[str]:
+        spellings = dict.fromkeys(chain(*map(_spellings, values)))
+        return [self.add(" | ".join(map(literal, spellings)), "V")]
 
     def scalar(self, schema: Mapping[str, Any]) -> str:
         return "boolean" if schema["type"] == "boolean" else super().scalar(schema)
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    return json.dumps(value, ensure_ascii=False), repr(value)
 
 
 def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        return f'{literal(f"{tool.name}(")} {_Rules(lines, tool).arguments()} ")"'
+        return f'{literal(f"{tool.name}(")} {_Rules(lines, tool).rule()} ")"'
 
-    grammar = calls_grammar(rule, start=start, **around)
+    grammar = calls_grammar(rule, bare("(["), start=start, **around)
     return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)
 
 

@@ -90,6 +90,7 @@ def _qwen(name: str, prefix: str) -> ChatFormat:
         head="\n<function={}>\n",
         tail=f"</function>\n{end}",
         parameter="<parameter={}>\n",
+        without=">\"'=",
         parameter_end="\n</parameter>\n",
         between="\n",
     )
@@ -151,6 +152,7 @@ def _invoke(name: str, prefix: str, section: str, string: str = "") -> ChatForma
         head=f'{invoke} name="{{}}">\n',
         tail=f"{invoke_end}\n",
         parameter=f'<{prefix}parameter name="{{}}"{string}>',
+        without='>"',
         parameter_end=f"</{prefix}parameter>\n",
         close=end,
     )
@@ -170,5 +172,6 @@ MINICPM_5 = _format(
     head='{}">',
     tail="</function>",
     parameter='<param name="{}">',
+    without='>"',
     parameter_end="</param>",
 )

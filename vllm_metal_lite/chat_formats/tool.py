@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from vllm_metal_lite.chat_formats.schema import Resolver, Schema, properties_of, types_of
+from vllm_metal_lite.chat_formats.schema import (
+    Resolver,
+    Schema,
+    bare_text,
+    named_values,
+    properties_of,
+    types_of,
+)
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,24 @@ class Tool:
     @cached_property
     def types(self) -> dict[str, set[str]]:
         """The JSON types of each argument by its name; empty: any."""
+        return {name: types_of(schemas) for name, schemas in self._alternatives.items()}
+
+    @cached_property
+    def named(self) -> dict[str, dict[str, Any]]:
+        """The values that the schema of each argument names, by their texts without quotes."""
+        return {
+            name: {bare_text(v): v for schema in schemas for v in named_values(schema)}
+            for name, schemas in self._alternatives.items()
+        }
+
+    @cached_property
+    def _alternatives(self) -> dict[str, list[Schema]]:
         resolve = Resolver(self.parameters)
         schemas: dict[str, list[Any]] = {}
         for whole in self.arguments:
             for name, schema in properties_of(whole).items():
                 schemas.setdefault(name, []).append(schema)
-        return {name: types_of(resolve({"anyOf": parts})) for name, parts in schemas.items()}
+        return {name: resolve({"anyOf": parts}) for name, parts in schemas.items()}
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates want it; some fail without `parameters`."""

@@ -60,7 +60,9 @@ def read_typed(
     others = [tags.tag.format(n) for n in tool.types if tags.tag and n not in calls.names]
     if types != {"string"}:
         text, _ = yield from _value(reader, tags, others, lambda text: None, is_json=True)
-        calls.value(value_of(text, types))
+        bare = text.removeprefix("\n").removesuffix("\n") if tags.newlines else text
+        named = tool.named.get(name, {})
+        calls.value(named[bare] if bare in named else value_of(bare, types))
         return
     if tags.newlines:
         yield from reader.begins("\n")
@@ -156,7 +158,7 @@ def value_of(text: str, types: Collection[str]) -> Any:
         return value
     if "integer" in types and isinstance(value, float) and value.is_integer():
         return int(value)
-    return text.removeprefix("\n").removesuffix("\n")  # a string is as written
+    return text  # a string is as written
 
 
 def _of_python(text: str, default: str) -> Any:

@@ -1,5 +1,6 @@
 """The base of all bodies of requests."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -10,6 +11,15 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.limits import check_fields, check_json
+
+# Fields of objects within bodies that no type of pydantic describes.
+_NESTED = {
+    "stream_options": ("include_usage", "continuous_usage_stats"),
+    "response_format": ("type", "json_schema", "schema"),
+    "response_format.json_schema": ("name", "description", "schema", "strict"),
+    "text.format": ("type", "name", "description", "schema", "strict"),
+    "tools.function": ("name", "description", "parameters", "strict"),
+}
 
 
 class Body(BaseModel):
@@ -22,6 +32,20 @@ class Body(BaseModel):
 
     _check_fields = model_validator(mode="before")(check_fields)
     _whole = field_validator("*", mode="before")(whole)
+
+    def unknown_fields(self) -> Iterator[str]:
+        """The fields that no one reads, those of `_NESTED` after their places."""
+        yield from self.model_extra or ()
+        for place, known in _NESTED.items():
+            objects: list[Any] = [self]
+            for name in place.split("."):
+                inner = [dict(o).get(name) for o in objects if isinstance(o, dict | BaseModel)]
+                objects = [
+                    o for found in inner for o in (found if type(found) is list else [found])
+                ]
+            for found in objects:
+                names = dict(found) if isinstance(found, dict | BaseModel) else ()
+                yield from (f"{place}.{name}" for name in names if name not in known)
 
     def check(self) -> None:
         """Raise ApiError (400) for fields that contradict each other.  No model is loaded yet."""

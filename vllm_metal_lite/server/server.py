@@ -62,7 +62,7 @@ class Server:
     def note_unknown(self, path: str, body: Body) -> None:
         """Log the fields of a body that no one reads: one line a request, once for each name."""
         left = _MOST_UNKNOWN - len(self._unknown_fields)
-        unknown = ((path, show(name)) for name in body.model_extra or ())
+        unknown = ((path, show(name)) for name in body.unknown_fields())
         new = [field for field in unknown if field not in self._unknown_fields][:left]
         self._unknown_fields.update(new)
         if new:

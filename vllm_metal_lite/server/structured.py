@@ -13,25 +13,27 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad, must_be
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.offload import GRAMMARS, offload
+from vllm_metal_lite.structured_outputs.json_schema import SchemaError, without_numbers
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
 def form_of(form: Any, where: str) -> tuple[StructuredOutputsParams, str] | None:
     """The form of an answer, and the field that says it; None: plain text.  Raises ApiError (400).
 
-    form: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema"} with its `schema`,
-    in the object itself or in one named `json_schema`.  where: names the object in errors.
+    form: {"type": "text"}, {"type": "json_object"}, perhaps with a `schema`, or {"type":
+    "json_schema"} with its `schema`, in the object itself or in one named `json_schema`.  where:
+    names the object in errors.
     """
     if form is None:
         return None
     kind = type_of(form)
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and form.get("schema") is None:
         return StructuredOutputsParams(json_object=True), where
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise must_be(f"{where}.type", "text, json_object or json_schema", kind)
-    if isinstance(inner := form.get("json_schema"), Mapping):
+    if kind == "json_schema" and isinstance(inner := form.get("json_schema"), Mapping):
         form, where = inner, f"{where}.json_schema"
     schema = form.get("schema")
     if not isinstance(schema, Mapping):
@@ -54,17 +56,22 @@ async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingPa
 
 
 async def check_calls(form: StructuredOutputsParams, tools: Sequence[Tool]) -> None:
-    """`check_form` of a grammar of calls; errors name the tool, and the place in its schema."""
+    """`check_form` of a grammar of calls and of the tools' schemas, also where the grammar has only
+    parts of them; errors name the tool, and the place in its schema."""
+    await _check_schemas({tool.name: without_numbers(schema_of(tool)) for tool in tools})
     try:
         await check_form(form, "tools")
     except ApiError:
-        for tool in tools:
-            schema = StructuredOutputsParams(json=schema_of(tool))
-            try:
-                await check_form(schema, f"tools: {show(tool.name)}")
-            except ApiError as e:
-                raise ApiError(400, e.message, param="tools") from None
+        await _check_schemas({tool.name: schema_of(tool) for tool in tools})
         raise
+
+
+async def _check_schemas(schemas: Mapping[str, dict[str, Any]]) -> None:
+    for name, schema in schemas.items():
+        try:
+            await check_form(StructuredOutputsParams(json=schema), f"tools: {show(name)}")
+        except ApiError as e:
+            raise ApiError(400, e.message, param="tools") from None
 
 
 async def check_form(structured: StructuredOutputsParams, field: str) -> None:
@@ -96,7 +103,7 @@ def answer_form(
     form: of an answer without calls; of the final channel, if the model writes in channels.
     Demanded calls follow the grammar of the model's format.  Optional calls follow it if a tool is
     strict or `form` is JSON; other forms exclude calls.  Raises ApiError (400) for demanded calls
-    if the format has no grammar.
+    if the format has no grammar, and for calls that the format cannot write.
     """
     is_demanded = choice.mode in ("required", "named")
     if chat_format.grammar is None:
@@ -113,7 +120,10 @@ def answer_form(
     if not (is_demanded or is_strict if form is None else tools or in_channel):
         return form
     final = "" if form is None else _term(form)
-    grammar = chat_format.grammar(tools, choice, special_tokens, final)
+    try:
+        grammar = chat_format.grammar(tools, choice, special_tokens, final)
+    except SchemaError as e:
+        raise ApiError(400, f"tools{e.place}: {e}", param="tools") from None
     return StructuredOutputsParams(grammar=grammar)
 
 

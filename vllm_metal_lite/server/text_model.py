@@ -8,11 +8,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
-from vllm_metal_lite.chat_formats.grammars import marks_of
 from vllm_metal_lite.engine.chat_prompt import THINKING, by_template, template_source
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig
 from vllm_metal_lite.server.piece_encoder import PieceEncoder
 from vllm_metal_lite.server.templates import Template, probe
+from vllm_metal_lite.structured_outputs.marks import marks_of
 
 _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 

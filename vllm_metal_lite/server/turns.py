@@ -56,7 +56,7 @@ async def prepare(
     if (tools and choice.mode != "none") or "continue_final_message" not in conversation.template:
         form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
     if form is not None and form is not asked:
-        await check_calls(form, tools)
+        await check_calls(form, [tool for tool in tools if choice.name in (None, tool.name)])
     prompt = await render(model, conversation)
     in_reasoning, thinking_closed = _reasoning(model, conversation, prompt)
     thinking = _thinking(model, conversation, in_reasoning, form is not None)

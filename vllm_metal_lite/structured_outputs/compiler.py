@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -39,8 +39,9 @@ _stack_size_lock, _free_threads = threading.Lock(), threading.Semaphore(_MAX_THR
 class Compiler:
     """Compiles grammars for one tokenizer; keeps those in use and the last few.  Thread-safe."""
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: LLTokenizer, marks: Mapping[str, int] | None = None) -> None:
+        """marks: ids of the tokens that a grammar may name, such as `<think>`."""
+        self.tokenizer, self._marks = tokenizer, marks or {}
         # Those that are being compiled, and those that a caller or `_last` holds.
         self._compiled: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
             WeakValueDictionary()
@@ -56,7 +57,8 @@ class Compiler:
             compiled = self._compiled[params] = found or Future()
         if found is None:
             try:
-                compiled.set_result(_compile(params, self.tokenizer))
+                named = _by_id(params, lambda name: self._marks.get(name, name))
+                compiled.set_result(_compile(named, self.tokenizer))
             except BaseException as e:
                 del self._compiled[params]
                 compiled.set_exception(e)
@@ -73,11 +75,11 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
             _compile(StructuredOutputsParams(regex=params.whitespace_pattern), tokenizer)
         except GrammarError as e:
             raise GrammarError(params.kind, "", f"whitespace_pattern: {e.why}") from None
-    grammar = grammar_text(params)
+    end, grammar = monotonic() + MAX_SECONDS, grammar_text(params)
     matcher = _on_deep_stack(params.kind, lambda: _new_matcher(grammar, tokenizer))
     if not matcher.is_error():
         return matcher
-    error, end = matcher.get_error(), monotonic() + MAX_SECONDS
+    error = matcher.get_error()
 
     def error_of(schema: dict[str, object]) -> str | None:
         if monotonic() > end:
@@ -89,23 +91,36 @@ def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatch
     if params.kind == "json":
         schema = json.loads(str(params.json))
         with suppress(GrammarError, BusyError):
-            place = _on_deep_stack(params.kind, lambda: locate(schema, error_of))
+            left = end - monotonic()
+            place = _on_deep_stack(params.kind, lambda: locate(schema, error_of), left)
     why = readable_error(error)
     if params.kind != "grammar":
         why = _PLACE.sub("", why)
     raise GrammarError(params.kind, place, why)
 
 
-@lru_cache(64)  # remembers valid forms, keeps no compiled grammar
+@lru_cache(256)  # remembers valid forms, keeps no compiled grammar
 def check(params: StructuredOutputsParams) -> None:
     """Raise GrammarError for a form that no model can use, and BusyError if no thread is free.
 
     Needs no tokenizer: token 0 replaces the tokens in a grammar, which a model may lack.
     """
-    if params.grammar is not None and is_lark_syntax(params.grammar):
-        lark = TOKEN.sub(lambda found: "<[0]>" if found[1] else found[0], params.grammar)
-        params = replace(params, grammar=lark)
-    _compile(params, _BYTES)
+    _compile(_by_id(params, lambda name: 0), _BYTES)
+
+
+def _by_id(
+    params: StructuredOutputsParams, id_of: Callable[[str], int | str]
+) -> StructuredOutputsParams:
+    """The form with the ids of the tokens that a grammar names; id_of: returns the name itself if
+    no token has that name."""
+
+    def by_id(found: re.Match[str]) -> str:
+        i = id_of(found[1]) if found[1] else ""
+        return f"<[{i}]>" if isinstance(i, int) else found[0]
+
+    if params.grammar is None or not is_lark_syntax(params.grammar):
+        return params
+    return replace(params, grammar=TOKEN.sub(by_id, params.grammar))
 
 
 def _new_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -129,9 +144,9 @@ def readable_error(error: str) -> str:
     return one_line(ValueError(error))
 
 
-def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
+def _on_deep_stack(kind: str, work: Callable[[], T], seconds: float | None = None) -> T:
     """The result of `work`, run on a thread with much stack.  Raises GrammarError if `work` takes
-    too long, BusyError if no thread is free, and the errors of `work`.
+    too long (MAX_SECONDS, or `seconds`), BusyError if no thread is free, and the errors of `work`.
 
     A thread that takes too long cannot be stopped.  It continues without the GIL, and counts as one
     of _MAX_THREADS until it is done.
@@ -146,7 +161,8 @@ def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
         finally:
             _free_threads.release()
 
-    if not _free_threads.acquire(timeout=MAX_SECONDS):
+    seconds = MAX_SECONDS if seconds is None else max(0, seconds)
+    if not _free_threads.acquire(timeout=seconds):
         raise BusyError("other grammars are being compiled; try again")
     with _stack_size_lock:
         before = threading.stack_size(_STACK_BYTES)
@@ -158,7 +174,7 @@ def _on_deep_stack(kind: str, work: Callable[[], T]) -> T:
         finally:
             threading.stack_size(before)
     try:
-        return result.result(MAX_SECONDS)
+        return result.result(seconds)
     except TimeoutError:
         why = f"it takes longer than {MAX_SECONDS} seconds to compile"
         raise GrammarError(kind, "", why) from None

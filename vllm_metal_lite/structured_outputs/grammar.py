@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line
 from vllm_metal_lite.structured_outputs.compiler import Compiler, readable_error
+from vllm_metal_lite.structured_outputs.marks import marks_of, without_marks
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
@@ -55,6 +57,15 @@ class GrammarConstraint:
         return readable_error(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
+def read_tokenizer(tokens: Any, num_tokens: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """A fast tokenizer for llguidance."""
+    *texts, last = without_marks(tokens)
+    for text in texts:
+        with suppress(ValueError):
+            return LLTokenizer(text, n_vocab=num_tokens, eos_token=list(eos_token_ids))
+    return LLTokenizer(last, n_vocab=num_tokens, eos_token=list(eos_token_ids))
+
+
 _compilers_lock = Lock()
 # One for each model, because reading a vocabulary of 150,000 tokens takes a second.
 _compilers: "WeakKeyDictionary[TokenizerWrapper, Compiler]" = WeakKeyDictionary()
@@ -78,9 +89,8 @@ def grammar_constraint(
         if tokenizer not in _compilers:
             num_tokens = max(vocab_size, len(tokens))
             try:
-                _compilers[tokenizer] = Compiler(
-                    from_tokenizer(tokens, n_vocab=num_tokens, eos_token=list(eos_token_ids))
-                )
+                read = read_tokenizer(tokens, num_tokens, eos_token_ids)
+                _compilers[tokenizer] = Compiler(read, marks_of(tokens))
             except Exception as e:  # slow tokenizers, and those that llguidance cannot read
                 raise SamplingError(
                     Option("structured_outputs"),

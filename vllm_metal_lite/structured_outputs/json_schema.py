@@ -1,10 +1,11 @@
 """JSON schemas: their parts, and the changes that llguidance needs."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from decimal import Decimal
 from math import isfinite
 from typing import Any
+from urllib.parse import unquote
 
 from vllm_metal_lite.errors import show
 
@@ -52,10 +53,73 @@ def rebuilt(schema: Any, change: Change, place: str = "") -> Any:
     return change(new, place)
 
 
+def pointed(root: Any, path: str) -> Any:
+    """The target of a reference such as "#/$defs/color", or None if this document has no target."""
+    start, *keys = unquote(path).split("/")
+    found = root if start == "#" else None
+    for key in keys:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal():
+            found = found[int(key)] if int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 def prepared(schema: Any) -> Any:
     """The schema for llguidance, without formats that llguidance does not know.  Raises SchemaError
-    for numbers that llguidance cannot represent exactly."""
+    for numbers that llguidance cannot represent exactly, and for schemas without a finite value."""
+    _check_ends(schema)
     return rebuilt(schema, _prepare)
+
+
+def _check_ends(root: Any) -> None:
+    """Raise SchemaError for a reference that requires itself: an answer would never end."""
+    places: dict[str, str] = {}
+    waiting: dict[str, list[str]] = {}  # references that need one, by that one
+
+    def find(part: dict[str, Any], place: str) -> dict[str, Any]:
+        if isinstance(path := part.get("$ref"), str):
+            places.setdefault(path, place)
+        return part
+
+    rebuilt(root, find)
+    left, endless = list(places), set(places)
+    while left:
+        path = left.pop()
+        try:
+            needed = _needed(pointed(root, path), endless)
+        except (AttributeError, TypeError, ValueError):  # no schema, as llguidance will say
+            needed = set()
+        for other in needed:
+            waiting.setdefault(other, []).append(path)
+        if not needed and path in endless:
+            endless.remove(path)
+            left += waiting.pop(path, ())
+    if endless:
+        path = next(path for path in places if path in endless)
+        raise SchemaError(places[path], f"no text fits: {show(path)} requires itself")
+
+
+def _needed(schema: Any, endless: Set[str]) -> set[str]:
+    """References without which no value of a schema ends; none: a value does."""
+    if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
+        return set()
+    if isinstance(path := schema.get("$ref"), str) and path in endless:
+        return {path}
+    parts = list(schema.get("allOf", ()))
+    kind, properties = schema.get("type"), schema.get("properties", {})
+    if kind in ("object", ["object"]) or (kind is None and properties):
+        other = schema.get("additionalProperties")
+        parts += [properties.get(name, other) for name in schema.get("required", ())]
+    elif kind in ("array", ["array"]):
+        items = [*schema.get("prefixItems", ()), schema.get("items")]
+        parts += items[: int(schema.get("minItems", 0))]
+    needed = set().union(*(_needed(part, endless) for part in parts))
+    for key in ("anyOf", "oneOf"):
+        if options := [_needed(part, endless) for part in schema.get(key, ())]:
+            needed |= set().union(*options) if all(options) else set()
+    return needed
 
 
 def closed(schema: Any) -> Any:
@@ -76,6 +140,23 @@ def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
     if isinstance(form := new.get("format"), str) and not _FORMATS.fullmatch(form):
         del new["format"]
     return new
+
+
+def without_numbers(schema: Any) -> Any:
+    """The schema with other finite numbers in `enum` and `const`.  For formats that write such
+    values as their own text: llguidance need not represent them."""
+
+    def change(part: dict[str, Any], place: str) -> dict[str, Any]:
+        return part | {key: _small(part[key]) for key in ("enum", "const") if key in part}
+
+    return rebuilt(schema, change)
+
+
+def _small(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_small(v) for v in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(max(-9, min(9, value))) if is_number and isfinite(value) else value
 
 
 def _narrow(part: dict[str, Any], name: str, most: int) -> None:
