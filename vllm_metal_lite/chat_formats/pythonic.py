@@ -35,7 +35,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
 
 
 def _call(reader: Reader, calls: CallWriter, end: str) -> Reading[None]:
-    name, _ = yield from reader.name("(")
+    name, _ = yield from calls.name("(")
     calls.begin(name)
     arguments = yield from _arguments(reader, end)
     pairs = [_key_and_value(text) for text in arguments if text.strip()]
