@@ -267,3 +267,14 @@ def test_channels():
         for mode in "auto", "required":
             assert accepts_tokens("harmony", mode, begun + call % '"a"')
             assert not accepts_tokens("harmony", mode, begun + call % 5)
+
+
+def test_only_thoughts_precede_a_form_in_its_channel():
+    final, schema = "<|channel|>final<|message|>5", '%json {"type": "integer"}'
+    tokenizer = tokenizer_of(set(MARKER.findall(f"{final}<|end|><|start|><|constrain|>")), True)
+    for tools in TOOLS, ():
+        lark = FORMATS["harmony"].grammar(tools, ToolChoice("auto"), marks_of(tokenizer), schema)
+        for channel, taken in ("analysis", True), ("commentary", False):
+            text = f"<|channel|>{channel}<|message|>Hm.<|end|><|start|>assistant{final}"
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            assert guided.accepts(hf.from_tokenizer(tokenizer), lark, tokens) == taken

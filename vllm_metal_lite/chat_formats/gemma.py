@@ -9,13 +9,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import (
-    SpecialTokens,
-    calls_grammar,
-    literal,
-    texts,
-    until,
-)
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal, until
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SCALARS, SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
@@ -99,7 +93,7 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         arguments = _Rules(quote, special, lines, tool).arguments()
-        return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
+        return f"{literal(f'call:{tool.name}')} {arguments} {literal(end, special)}"
 
     return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), thoughts)
 

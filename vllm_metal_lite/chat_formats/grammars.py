@@ -70,17 +70,11 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 # The rule of a tool's call; the rules that it needs join the lines.
-CallRule = Callable[[Tool, SpecialTokens, list[str]], str]
+Rule = Callable[[Tool, SpecialTokens, list[str]], str]
 
 
 def calls_grammar(
-    rule: CallRule,
-    *,
-    start: str,
-    between: str = "",
-    opening: str = "",
-    close: str = "",
-    bare: str = "",
+    rule: Rule, *, start: str, between: str = "", opening: str = "", close: str = "", bare: str = ""
 ) -> CallGrammar:
     """start: the text before each call; with `close`, the text before the first call, followed by
     `opening`.  close: the text after the last call.  between: the text between calls.  In mode

@@ -104,7 +104,7 @@ class Reader:
         """The name before the first of `ends`, and that end; both are read.
 
         Raises Malformed if another tag comes first: the model may have forgotten an end; and at
-        once if the text goes on in a second line, or if `begins` knows no name that begins so.
+        once if the text continues in a second line, or if `begins` knows no name that begins so.
         """
         name = ""
 

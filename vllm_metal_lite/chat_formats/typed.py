@@ -14,6 +14,7 @@ from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, load
 from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
 
+_JSON_START = re.compile(r"\s*[{\[](?!\s*')")  # Python's strings may have other quotes
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -32,11 +33,6 @@ class Tags:
     close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
-
-    @property
-    def followers(self) -> list[str]:
-        """Tags that may follow `end`.  If other text follows, `end` is part of the value."""
-        return [text for text in (self.tag_start, self.close, *self.outer) if text]
 
     @property
     def stops(self) -> list[str]:
@@ -145,9 +141,10 @@ def _value(
 
 
 def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
-    """The ends in a row, and whether another argument or the end of the call follows them."""
-    length = 0
-    while (found := (yield from reader.follows([tags.end, *tags.followers], length))) == tags.end:
+    """The ends in a row, and whether another argument or the end of the call follows them.  If not,
+    the ends are part of the value."""
+    length, marks = 0, list(filter(None, (tags.end, tags.tag_start, tags.close, *tags.outer)))
+    while (found := (yield from reader.follows(marks, length))) == tags.end:
         length = reader.rest.index(found, length) + len(found)
     return reader.rest[:length], found is not None
 
@@ -159,8 +156,7 @@ def _is_open(text: str, end: str) -> bool:
 
 def _ends_in_string(text: str) -> bool:
     """Whether a text is the begin of an object or a list in JSON, and ends within a string."""
-    start, inner = text.lstrip()[:1], text.lstrip()[1:].lstrip()
-    return start in ("{", "[") and inner[:1] != "'" and '"' in _STRING.sub("", text)
+    return _JSON_START.match(text) is not None and '"' in _STRING.sub("", text)
 
 
 def _is_json(text: str) -> bool:
