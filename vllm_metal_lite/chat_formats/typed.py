@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
 
 _JSON_START = re.compile(r"\s*[{\[](?!\s*')")  # Python's strings may have other quotes
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 @dataclass(frozen=True)
