@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat.text import check_cuts, check_splits, cut, parse
+from tests.support.chat.text import TOOLS, check_cuts, check_splits, cut, gather, parse
 from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
+from vllm_metal_lite.chat_formats.parser import ChatParser
 
 HERMES, PLAIN = FORMATS["hermes"], FORMATS["plain"]
 
@@ -86,10 +87,58 @@ def test_calls_and_markers_within_thoughts():
     assert (said.reasoning, said.called) == ("Late?", [("now", {})])
 
 
+@MARKED
+def test_a_marker_that_begins_no_call_ends_with_itself(name):
+    """The text after the marker is read as if the marker were a word."""
+    form, call = FORMATS[name], WRITERS[name]([("now", {})])
+    for marker in form.call_starts:
+        for word in (f"{marker}", f"{marker}[", f"{marker}{{", f'{marker}{{"x": "', f"{marker} no"):
+            if form.thoughts:
+                start, end = form.thoughts.start, form.thoughts.end
+                said = check_splits(form, f'{start}So {word}{end}Or "{word}" it.\n{call}Bye')
+                assert (said.reasoning, said.called) == (f"So {word}", [("now", {})])
+                assert said.text.startswith(f'Or "{word}" it.\n')
+        parser = ChatParser(form, TOOLS)
+        events = parser.feed(f"Write {marker} first.\nThen")
+        assert gather(events).text == f"Write {marker} first.\nThen", "the text waits for more"
+
+
+@pytest.mark.parametrize("name", [n for n in WRITERS if n != "harmony" and FORMATS[n].thoughts])
+def test_thoughts_begin_before_text_only(name):
+    form, call = FORMATS[name], WRITERS[name]([("now", {})])
+    marks = form.thoughts
+    literal = f"The tag `{marks.start}` opens, `{marks.end}` ends."
+    thought = f"{marks.start}Hm.{marks.end}\n"
+    for before in ("", f" \n{thought}", f"{thought}\n{thought}", f"{thought}{call}\n{thought}"):
+        said = check_splits(form, f"{before}{literal}")
+        assert said.text == literal
+        assert said.reasoning == "\n".join(["Hm."] * before.count("Hm."))
+    text = f"{marks.start} is a tag"
+    assert check_splits(form, text).reasoning == "is a tag"
+    assert check_splits(form, text, may_think=False).text == text
+
+
+def test_what_a_grammar_does_not_hold_is_no_call():
+    """It holds an answer after its thoughts; one of a given form is calls, or has none."""
+    for name in WRITERS.keys() - {"harmony"}:
+        form, call = FORMATS[name], WRITERS[name]([("now", {})])
+        if form.thoughts:
+            thought = f"{form.thoughts.start}Is it {call}?{form.thoughts.end}"
+            said = check_splits(form, f"{thought}{call}", is_held=True)
+            assert said.reasoning == f"Is it {call}?"
+            assert said.called == [("now", {})]
+        text = f'{{"a": "{call}"}}'
+        if not form.bare_start:
+            assert check_splits(form, text, is_held=True, calls_first=True).text == text
+        said = check_splits(form, call, is_held=True, calls_first=True)
+        assert said.called == [("now", {})]
+
+
 def test_answers_that_go_on_within_thoughts():
-    assert HERMES.is_thinking("<think>\n\n</think>\nx<think>\nI lo")
+    assert HERMES.is_thinking("<think>\n\n</think>\n<think>\nI lo")
     assert not HERMES.is_thinking("<think>\nI look.</think>\nWell,")
     assert not HERMES.is_thinking("")
+    assert not HERMES.is_thinking("The tag <think> opens")
 
 
 @pytest.mark.parametrize("text", ["  a\n b  \n", "", "\n", "a"])

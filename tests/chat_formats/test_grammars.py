@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.chat import guided
 from tests.support.chat.byte_tokenizer import tokenizer_of
-from tests.support.chat.guided import guided_answer
+from tests.support.chat.guided import guided_answer, tempted_answer
 from tests.support.chat.text import TOOLS, parse
-from tests.support.chat.writers import WRITERS
+from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.structured_outputs.marks import marks_of
@@ -186,6 +186,74 @@ def test_a_call_with_markers_of_one_token(name, mode, special):
     assert accepts_tokens(name, mode, write(name, READ), special)
 
 
+def temptations(name: str) -> list[str]:
+    """Texts that lenient reading takes for calls; their arguments break the schema of `read`."""
+    bad, good = write(name, ("read", {"limit": "many"})), write(name, ("read", READ[1]))
+    found = [
+        bad,
+        f" \n {bad}",
+        f"So: {bad}",
+        f"<|python_tag|>{bad}",
+        f"So: {WRITERS[name](NO_PATH)}",
+    ]
+    found.append(re.sub(r"^<\S*tool_call>\s*", "", bad))  # without the outer mark
+    found += [re.sub('name="(read|limit)"', rf"name={q}\1{q}", bad) for q in ("", "'")]
+    if marks := FORMATS[name].thoughts:
+        found.append(f"{marks.start}{bad}{marks.end}{bad}")
+    if end := RAW_STRINGS.get(name):  # the next argument, or the call's end, within a string
+        between = good[good.index("a.txt") + 5 : good.index("3")]
+        for inner in (between, between.replace(end, ""), good[good.index("3") + 1 :]):
+            found.append(good.replace("a.txt", f"<![CDATA[a{inner}many"))
+            found.append(good.replace("a.txt", f"a{inner.replace(end, '')}many"))
+    return found
+
+
+NO_PATH = [("read", {"limit": 3})]
+
+
+@ALL
+@pytest.mark.parametrize("special", [True, False], ids=["special", "spelled"])
+def test_what_a_strict_answer_is_read_as_follows_the_schema(name, special):
+    """The reader takes no text for a call that the grammar did not take for one."""
+    schemas = {
+        "read": {**TOOLS[0].parameters, "additionalProperties": False},
+        "function": {
+            "type": "object", "additionalProperties": False, "required": ["parameter"],
+            "properties": {
+                "parameter": {"type": "array", "items": {"type": "string"}},
+                "note": {"type": ["string", "null"]}, "mode": {"enum": ["fast", "slow"]},
+            },
+        },
+    }  # fmt: skip
+    tools = [Tool(name, "", schema, strict=True) for name, schema in schemas.items()]
+    good = write(name, READ)
+    plain = tokenizer_of(set(MARKER.findall(good)), True)
+    tokenizer = hf.from_tokenizer(plain) if special else llguidance.LLTokenizer("byte")
+    marks, num_calls = marks_of(plain) if special else {}, 0
+    compiled: Future[llguidance.LLMatcher] = Future()
+    lark = FORMATS[name].grammar(tools, ToolChoice("auto"), marks, "")
+    compiled.set_result(llguidance.LLMatcher(tokenizer, lark))
+    ends, size = [tokenizer.eos_token], tokenizer.vocab_size
+    for seed, text in enumerate([good, *temptations(name)] * 4):
+        constraint = grammar.GrammarConstraint(compiled, size)
+        if not special:
+            wanted = [*text.encode()]
+        elif seed % 2:
+            wanted = plain.encode(text, add_special_tokens=False)
+        else:  # markers are spelled
+            wanted = [i for c in text for i in plain.encode(c, add_special_tokens=False)]
+        rng, stray = random.Random(seed), seed % 4 // 2 * 0.05
+        tokens = tempted_answer(constraint, size, ends, wanted, rng, stray)
+        answer = plain.decode(tokens) if special else bytes(tokens).decode(errors="replace")
+        said = parse(FORMATS[name], answer, tools, is_held=True)
+        for call in said.calls:
+            assert call.is_whole or len(tokens) == 400, answer
+            if call.is_whole:
+                jsonschema.validate(call.arguments, schemas[call.name])
+        num_calls += len(said.calls)
+    assert num_calls > 3
+
+
 def test_channels():
     before = "".join(
         f"<|channel|>{channel}<|message|>I look.<|end|><|start|>assistant"
@@ -199,3 +267,14 @@ def test_channels():
         for mode in "auto", "required":
             assert accepts_tokens("harmony", mode, begun + call % '"a"')
             assert not accepts_tokens("harmony", mode, begun + call % 5)
+
+
+def test_only_thoughts_precede_a_form_in_its_channel():
+    final, schema = "<|channel|>final<|message|>5", '%json {"type": "integer"}'
+    tokenizer = tokenizer_of(set(MARKER.findall(f"{final}<|end|><|start|><|constrain|>")), True)
+    for tools in TOOLS, ():
+        lark = FORMATS["harmony"].grammar(tools, ToolChoice("auto"), marks_of(tokenizer), schema)
+        for channel, taken in ("analysis", True), ("commentary", False):
+            text = f"<|channel|>{channel}<|message|>Hm.<|end|><|start|>assistant{final}"
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            assert guided.accepts(hf.from_tokenizer(tokenizer), lark, tokens) == taken

@@ -6,9 +6,12 @@ import shutil
 import httpx
 import pytest
 
+from tests.support.chat.text import gather
 from tests.support.models import tiny_models
 from tests.support.server.kit import serving, text_model, user
 from vllm_metal_lite import LLM, SamplingParams
+from vllm_metal_lite.chat_formats.json_markers import HERMES
+from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
@@ -181,3 +184,41 @@ def test_recurrent_models_find_states_where_conversations_part(hybrid, tokenizer
     # The last question, asked in other words.
     cached, _ = ask(running, *turn, user("Why?"))
     assert cached >= prefix(*turn)
+
+
+RUN = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+WORD = {"regex": ".*"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_strict", "form", "how", "answer", "num_calls"),
+    [
+        ("auto", False, None, {}, f"<think>{RUN}</think>{RUN}", 2),
+        ("auto", True, None, {}, f"<think>{RUN}</think>{RUN}", 1),
+        ("required", False, None, {}, f"<think>{RUN}</think>{RUN}", 1),
+        ("auto", False, {"json_object": True}, {}, RUN, 1),
+        ("auto", False, {"json_object": True}, {}, f'{{"a": "{RUN}"}}', 0),
+        ("auto", False, WORD, {}, RUN, 0),
+        ("auto", False, None, {"enable_thinking": False}, f"<think>Hm.</think>{RUN}", 1),
+        ("auto", False, None, GO_ON, "<think> is a tag.", 0),
+        ("auto", False, WORD, {"enable_thinking": False}, "<think>Hm.</think>", 0),
+    ],
+)
+def test_the_reader_takes_only_what_the_grammar_holds(
+    tokenizer, mode, is_strict, form, how, answer, num_calls
+):
+    tokenizer._tokenizer.chat_template = THINKS.replace(
+        "{% if enable_thinking is defined and enable_thinking %}<think>",
+        "{% if enable_thinking is defined %}<think></think>",
+    )
+    model = text_model(tokenizer)
+    model.chat_format = HERMES
+    messages = [user("Go on."), *([assistant("</think>Well, ")] if how is GO_ON else [])]
+    tools, choice = [Tool("run", strict=is_strict)], ToolChoice(mode)
+    conversation = ChatRequest(messages, tools=tools, choice=choice, **how)
+    params = SamplingParams(structured_outputs=form)
+    parser = asyncio.run(prepare(model, conversation, params)).make_parser()
+    said = gather([*parser.feed(answer), *parser.close()])
+    assert len(said.calls) == num_calls
+    if num_calls == 0:
+        assert said.text == answer

@@ -12,7 +12,7 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class CallWriter:
-    """The calls of an answer.  is_open: a call has begun and not ended.
+    """The calls of an answer.  is_open: a call has begun and not ended.  is_held: see AnswerRules.
 
     A reader writes the arguments as the text of one JSON object (`arguments`), or one by one (`key`
     and `value`); `names` then has the names so far.
@@ -23,13 +23,19 @@ class CallWriter:
     ) -> None:
         self._reader, self._emit = reader, emit
         self._tools = {tool.name: tool for tool in tools}
-        self.is_open = False
+        self.is_open = self.is_held = False
         self.names: list[str] = []
         self._parts: list[str] = []  # of the arguments
 
     def knows(self, name: Any) -> bool:
         """Whether the request has a tool of this name."""
         return isinstance(name, str) and name in self._tools
+
+    def name(self, *ends: str) -> Reading[tuple[str, str]]:
+        """`Reader.name` of a tool of the request."""
+        return self._reader.name(
+            *ends, begins=lambda text: any(name.startswith(text) for name in self._tools)
+        )
 
     def begin(self, name: Any) -> Tool:
         """A call's name is read.  Raises Malformed for a tool that the request does not have."""

@@ -24,6 +24,23 @@ THINK = Thoughts("<think>", "</think>")
 
 
 @dataclass(frozen=True)
+class AnswerRules:
+    """The places of thoughts and calls in an answer.
+
+    in_reasoning: the prompt ends within thoughts.  may_think: thoughts may begin before any text,
+    after other thoughts and after calls; they never begin after text.
+    is_held: a grammar holds the calls of the answer after its thoughts.  Then the reader takes as a
+    call only text that the grammar takes as one: no call in thoughts, no mistake is corrected.
+    calls_first: the answer is calls, or a text that has none.
+    """
+
+    in_reasoning: bool = False
+    may_think: bool = True
+    is_held: bool = False
+    calls_first: bool = False
+
+
+@dataclass(frozen=True)
 class ChatFormat:
     """How a family of models writes.
 
@@ -46,7 +63,7 @@ class ChatFormat:
     thoughts: Thoughts | None = THINK
     bare_start: str = ""
     adapt: Adapt | None = None
-    read_answer: "Callable[[Reader, AnswerWriter, ChatFormat, bool], Reading[None]] | None" = None
+    read_answer: "ReadAnswer | None" = None
 
     @property
     def has_calls(self) -> bool:
@@ -70,6 +87,14 @@ class ChatFormat:
         return prompt.rstrip().endswith(self.thoughts.end)
 
     def is_thinking(self, answer: str) -> bool:
-        """Whether an answer, so far, ends within thoughts."""
-        thoughts = self.thoughts
-        return thoughts is not None and answer.rfind(thoughts.start) > answer.rfind(thoughts.end)
+        """Whether an answer, so far, ends within thoughts; text precedes no thoughts."""
+        if (thoughts := self.thoughts) is None:
+            return False
+        while (answer := answer.lstrip()).startswith(thoughts.start):
+            _, end, answer = answer.partition(thoughts.end)
+            if not end:
+                return True
+        return False
+
+
+ReadAnswer = Callable[[Reader, AnswerWriter, ChatFormat, AnswerRules], Reading[None]]

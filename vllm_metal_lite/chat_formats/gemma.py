@@ -9,7 +9,14 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare, calls_grammar, literal, texts
+from vllm_metal_lite.chat_formats.grammars import (
+    SpecialTokens,
+    bare_names,
+    calls_grammar,
+    literal,
+    texts,
+    until,
+)
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SCALARS, SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
@@ -75,7 +82,7 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         yield from reader.expect("call:")
-        tool_name, _ = yield from reader.name("{")
+        tool_name, _ = yield from calls.name("{")
         tool = calls.begin(tool_name)
         while (yield from _has_item(reader, "}", is_first=not calls.names)):
             key = yield from _key(reader, quote)
@@ -95,16 +102,15 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
         arguments = _Rules(quote, special, lines, tool).rule()
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 
-    grammar = calls_grammar(rule, bare("{"), start=start)
+    grammar = calls_grammar(rule, bare_names("{"), start=start)
     return ChatFormat(name, (start,), (end,), read, grammar, thoughts)
 
 
 class _Rules(SchemaRules):
-    names = rf"(?![\"']){bare(':,}')}"
+    names = rf"(?![\"']){bare_names(':,}')}"
 
     def __init__(self, quote: str, special: SpecialTokens, lines: list[str], tool: Tool) -> None:
         self._mark, self._quote = quote, (mark := literal(quote, special))
-        by_id = quote in special  # so no text holds the mark
         rules = [
             "any: string | scalar | list | object",
             f"scalar: %json {json.dumps({'type': SCALARS})}",
@@ -112,8 +118,8 @@ class _Rules(SchemaRules):
             'object: "{" (pair ("," pair)*)? "}"',
             "pair: key any",
             'key: /[A-Za-z_][A-Za-z0-9_]*/ ":"',
-            f"string: {mark} text {mark}" if by_id else f"string: {mark} text",
-            "text: /(?s:.*)/" if by_id else f"text[suffix={mark}]: /(?s:.*)/",
+            f"string: {mark} chars",
+            until("chars", quote, special),
         ]
         super().__init__(lines, tool, rules)
 

@@ -49,16 +49,31 @@ def texts(text: str, special_tokens: SpecialTokens) -> str:
     return " ".join(literal(piece, special_tokens) for piece in pieces if piece)
 
 
+def text_without(*marks: str) -> str:
+    """Any text but the marks: a model may spell a special token by ordinary ones, and readers see
+    no difference.  As the body of a terminal, whose name is in capitals."""
+    found = "|".join(re.escape(mark).replace("/", r"\/") for mark in marks)
+    return f"/(?s:.*)/ & ~/(?s:.*({found}).*)/"
+
+
+def until(rule: str, mark: str, special: SpecialTokens) -> str:
+    """The rule of a text that ends with its first mark."""
+    if mark in special:
+        name = rule.upper()
+        return f"{rule}: {name} {literal(mark, special)}\n{name}: {text_without(mark)}"
+    return f"{rule}[suffix={literal(mark)}]: /(?s:.*)/"
+
+
 def schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a call's arguments: an object."""
     return {"type": "object", **tool.parameters, **_SPACES}
 
 
 # The rule of a tool's call; the rules that it needs join the lines.
-CallRule = Callable[[Tool, SpecialTokens, list[str]], str]
+Rule = Callable[[Tool, SpecialTokens, list[str]], str]
 
 
-def bare(without: str = "") -> str:
+def bare_names(without: str = "") -> str:
     """A pattern of the names that `Reader.name` reads; without: no part of them."""
     return rf"(?!\s)[^<\n{re.escape(without)}]+(?<!\s)"
 
@@ -74,17 +89,20 @@ def named_by(names: str, tools: Sequence[Tool], choice: ToolChoice) -> list[Tool
 
 
 def calls_grammar(
-    rule: CallRule,
+    rule: Rule,
     names: str = "(?s:.+)",
     *,
     start: str,
     between: str = "",
     opening: str = "",
     close: str = "",
+    bare: str = "",
 ) -> CallGrammar:
     """names: see `named_by`.  start: the text before each call; with `close`, the text before the
     first call, followed by `opening`.  close: the text after the last call.  between: the text
-    between calls.  In mode "auto" the answer may have text, with or without calls."""
+    between calls.  In mode "auto" the answer may have text, with or without calls, and `bare`
+    instead of start and opening.
+    """
 
     def grammar(
         tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str
@@ -95,20 +113,26 @@ def calls_grammar(
         lines += [f"call_{i}: {rule}" for i, rule in enumerate(rules)]
         space = f"{json.dumps(between)} " if between else ""
         more = f"({space}call)*" if close and choice.parallel else ""
-        lines.append(f"block: begin {texts(opening, special)} call {more} {texts(close, special)}")
-        begin = literal(start, special)
+        lines.append(f"block: head call {more} {texts(close, special)}")
+        head = f"head: begin {texts(opening, special)}"
         if choice.mode != "auto" or final:
             more = f"({space}block)*" if not close and choice.parallel else ""
             more += f" | {final}" if final else ""
-            first = [f"start: block {more}", f"begin: {begin}"]
-        elif not start:  # a call is the whole answer
-            first = ["start: block | TEXT", "TEXT: /([^{](?s:.*))?/", f"begin: {begin}"]
-        else:
-            # No text holds a special token; text before another marker ends with the marker.
-            head = "begin[lazy]" if begin.startswith('"') else "begin"
-            blocks = "block* TEXT" if choice.parallel else "block | TEXT"
-            first = [f"start: {blocks}", "TEXT: /(?s:.*)/", f"{head}: TEXT {begin}"]
-        return "\n".join([*first, *lines])
+            first = [f"start: block {more}", f"begin: {literal(start, special)}"]
+        else:  # a call follows each marker, as the reader knows them
+            head += " | bare" * bool(bare)
+            if not start:  # a call is the whole answer
+                first = ["start: block | TEXT", r"TEXT: /[ \t\r\n]*([^{ \t\r\n](?s:.*))?/"]
+                first += ["begin: SPACE?", r"SPACE: /[ \t\r\n]+/"]
+            else:
+                blocks = "block* TEXT" if choice.parallel else "block | TEXT"
+                first = [f"start: {blocks}", "TEXT: /(?s:.*)/"]
+            for name, mark in ("begin", start), ("bare", bare):
+                if mark:  # no text holds a special token, but its letters
+                    by_id = f" | TEXT {literal(mark, special)}" if mark in special else ""
+                    first.append(f"{name}: {name}_text{by_id}")
+                    first.append(f"{name}_text[lazy]: TEXT {literal(mark)}")
+        return "\n".join([*first, head, *lines])
 
     return grammar
 
@@ -134,7 +158,7 @@ def json_calls(
         lines.append(f"{arguments}: %json {json.dumps(schema_of(tool))}")
         return f"{texts(f'{head}{name}{middle}', special)} {arguments} {texts(tail, special)}"
 
-    names = "(?s:.*)" if quoted else bare(without)
+    names = "(?s:.*)" if quoted else bare_names(without)
     return calls_grammar(rule, names, start=start, **around)
 
 
@@ -166,8 +190,8 @@ def parameter_calls(
             if limits != _ANY_TEXT and before_mark:  # which is no part of the string
                 limits = f"({limits}) {literal(before_mark)}"
                 after = after.removeprefix(before_mark)
-            if end_mark in special:  # by its id, so no text holds the mark
-                return rules.add(limits, "T"), after
+            if end_mark in special:  # by its id; its letters are no part of the string either
+                return rules.add(f"{limits} & {text_without(end_mark)}", "T"), after
             suffixed = rules.add(limits, "v", f"[suffix={literal(end_mark)}]")
             return suffixed, after.partition(end_mark)[2]
 
@@ -197,14 +221,14 @@ def parameter_calls(
         def call(whole: Schema) -> str:
             rules.hold(whole, "", "properties", "required", "additionalProperties")
             parts = [texts(head.format(tool.name), special)]
-            for name, alternatives in rules.offered(whole, bare(without), "").items():
+            for name, alternatives in rules.offered(whole, bare_names(without), "").items():
                 part = pair(whole, name, alternatives)
                 parts.append(part if name in listed(whole, "required") else f"{part}?")
             return " ".join([*parts, texts(tail, special)])
 
         return " | ".join(map(call, rules.arguments()))
 
-    return calls_grammar(rule, bare(without), start=start, **around)
+    return calls_grammar(rule, bare_names(without), start=start, **around)
 
 
 _ANY_TEXT = "/(?s:.*)/"

@@ -14,8 +14,14 @@ from contextlib import suppress
 
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
 from vllm_metal_lite.chat_formats.calls import json_arguments
-from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import SpecialTokens, named_by, schema_of, texts
+from vllm_metal_lite.chat_formats.chat_format import AnswerRules, ChatFormat, Thoughts
+from vllm_metal_lite.chat_formats.grammars import (
+    SpecialTokens,
+    named_by,
+    schema_of,
+    text_without,
+    texts,
+)
 from vllm_metal_lite.chat_formats.history import one_call_each, text_as_thoughts
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
@@ -30,7 +36,7 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
 def _read(
-    reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, in_reasoning: bool
+    reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, rules: AnswerRules
 ) -> Reading[None]:
     begun: str | None = None
     with suppress(CutShort):
@@ -79,20 +85,22 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
 
 
 def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str) -> str:
-    """Thoughts and words for the user, then one call; if none is demanded, a call or `final`."""
+    """Thoughts and words for the user, then one call; if none is demanded, a call or `final`.  Only
+    thoughts precede a `final` of a given form."""
     allowed = named_by(r"[^\s<]+", tools, choice)
-    lasts = [f"call_{i}" for i in range(len(allowed))]
+    answers = [f"before* call_{i}" for i in range(len(allowed))]
     if choice.mode in ("auto", "none"):
-        lasts.append("final")
+        answers.append(f"{'thoughts' if final else 'before'}* final")
     analysis, commentary, last = (
         texts(f"{_CHANNEL}{name}{_MESSAGE}", special) for name in ("analysis", *_USER_CHANNELS)
     )
     end = texts(f"<|end|>{_START}assistant", special)
     lines = [
-        f"start: before* ({' | '.join(lasts)})",
-        f"before: ({analysis} | {commentary}) TEXT {end}",
+        f"start: {' | '.join(answers)}",
+        f"thoughts: {analysis} TEXT {end}",
+        f"before: thoughts | {commentary} TEXT {end}",
         f"final: {last} {final or 'TEXT'}",
-        "TEXT: /(?s:.*)/",
+        f"TEXT: {text_without(_START, _CHANNEL, _MESSAGE, *_ENDS)}",
     ]
     for i, tool in enumerate(allowed):
         head = f"{_CHANNEL}commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}"

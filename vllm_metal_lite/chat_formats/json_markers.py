@@ -91,13 +91,14 @@ def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
         pass
 
 
+_TAG, _NAME, _VALUES = "<|python_tag|>", '{"name": ', ', "parameters": '
 # Llama 3.1 to 3.3.
 LLAMA_3 = ChatFormat(
     "llama3_json",
-    ("<|python_tag|>",),
+    (_TAG,),
     ("\n",),
     _read_llama,
-    json_calls(start="", head='{"name": ', middle=', "parameters": ', tail="}", between="; "),
+    json_calls(start="", bare=_TAG, head=_NAME, middle=_VALUES, tail="}", between="; "),
     thoughts=None,
     bare_start="{",
     adapt=one_call_each,

@@ -19,7 +19,7 @@ def _read(reader: Reader, calls: CallWriter) -> Reading[None]:
     if (yield from reader.peek()) == "[":
         yield from json_list(reader, calls)
         return
-    name, found = yield from reader.name(_ARGUMENTS, _ID)
+    name, found = yield from calls.name(_ARGUMENTS, _ID)
     if found == _ID:
         yield from reader.until(_ARGUMENTS)
     calls.begin(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare, calls_grammar, literal
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare_names, calls_grammar, literal
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
@@ -37,7 +37,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
 
 
 def _call(reader: Reader, calls: CallWriter, end: str) -> Reading[None]:
-    name, _ = yield from reader.name("(")
+    name, _ = yield from calls.name("(")
     calls.begin(name)
     arguments = yield from _arguments(reader, end)
     pairs = [_key_and_value(text) for text in arguments if text.strip()]
@@ -142,7 +142,7 @@ def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         return f'{literal(f"{tool.name}(")} {_Rules(lines, tool).rule()} ")"'
 
-    grammar = calls_grammar(rule, bare("(["), start=start, **around)
+    grammar = calls_grammar(rule, bare_names("(["), start=start, **around)
     return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)
 
 

@@ -39,12 +39,13 @@ class CutShort(Malformed):
 
 class Reader:
     """rest: text that has arrived and is not read yet.  recorded: text read since a caller set it;
-    None: the reader does not record."""
+    None: the reader does not record.  num_again: characters that were read and put back."""
 
     def __init__(self) -> None:
         self.rest = ""
         self.recorded: str | None = None
         self.is_closed = False
+        self.num_again = 0
 
     def take(self, num_characters: int) -> str:
         """Read characters that have arrived."""
@@ -99,16 +100,24 @@ class Reader:
         self.take(len(marker))
         return "".join(parts)
 
-    def name(self, *ends: str) -> Reading[tuple[str, str]]:
+    def name(self, *ends: str, begins: Callable[[str], bool] = bool) -> Reading[tuple[str, str]]:
         """The name before the first of `ends`, and that end; both are read.
 
-        Raises Malformed if another tag comes first: the model may have forgotten an end.
+        Raises Malformed if another tag comes first: the model may have forgotten an end; and at
+        once if the text continues in a second line, or if `begins` knows no name that begins so.
         """
-        parts: list[str] = []
-        yield from self.before(["<", *(end for end in ends if end[0] != "<")], parts.append)
+        name = ""
+
+        def keep(text: str) -> None:
+            nonlocal name
+            name += text
+            if (said := name.strip()) and ("\n" in said or not begins(said)):
+                raise Malformed
+
+        yield from self.before(["<", *(end for end in ends if end[0] != "<")], keep)
         end = yield from self.follows(ends)
-        name = "".join(parts).strip()
-        if end is None or not name or "\n" in name:
+        name = name.strip()
+        if end is None or not name:
             raise Malformed
         self.take(len(end))
         return name, end

@@ -87,7 +87,9 @@ def _qwen(name: str, prefix: str) -> ChatFormat:
         thoughts=Thoughts(f"<{prefix}think>", f"</{prefix}think>"),
         newlines=True,
         start=start,
-        head="\n<function={}>\n",
+        opening="\n<function=",
+        bare="<function=",
+        head="{}>\n",
         tail=f"</function>\n{end}",
         parameter="<parameter={}>\n",
         without=">\"'=",
@@ -108,7 +110,7 @@ def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
     tags = Tags(value_end, key_start, f"{key_start}{{}}{key_end}", end)
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
-        name, found = yield from reader.name(key_start, end)
+        name, found = yield from calls.name(key_start, end)
         tool = calls.begin(name)
         more = found == key_start
         while more:
@@ -168,8 +170,8 @@ MINICPM_5 = _format(
     ("<function name=",),
     ("<function name=", "</function>"),
     raw=("<![CDATA[", "]]>"),
-    start='<function name="',
-    head='{}">',
+    start="<function name=",
+    head='"{}">',
     tail="</function>",
     parameter='<param name="{}">',
     without='>"',

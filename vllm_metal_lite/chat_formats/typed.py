@@ -2,8 +2,10 @@
 
 import ast
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from warnings import catch_warnings
 
@@ -11,6 +13,9 @@ from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
 from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
+
+_JSON_START = re.compile(r"\s*[{\[](?!\s*')")  # Python's strings may have other quotes
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,6 @@ class Tags:
     close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
-
-    @property
-    def followers(self) -> list[str]:
-        """Tags that may follow `end`.  If other text follows, `end` is part of the value."""
-        return [text for text in (self.tag_start, self.close, *self.outer) if text]
 
     @property
     def stops(self) -> list[str]:
@@ -56,10 +56,11 @@ def read_typed(
     calls.key(name)
     types = tool.types.get(name, {"string"})
     if is_string is not None:
-        types = {"string"} if is_string else set()
+        types = {"string"} if is_string else {*JSON_TYPES.values()} - {"string"}
     others = [tags.tag.format(n) for n in tool.types if tags.tag and n not in calls.names]
+    value = partial(_value, reader, tags, others, types, is_held=calls.is_held)
     if types != {"string"}:
-        text, _ = yield from _value(reader, tags, others, lambda text: None, is_json=True)
+        text, _ = yield from value(lambda text: None)
         bare = text.removeprefix("\n").removesuffix("\n") if tags.newlines else text
         named = tool.named.get(name, {})
         calls.value(named[bare] if bare in named else value_of(bare, types))
@@ -77,19 +78,26 @@ def read_typed(
             calls.string_piece(text)
 
     calls.quote()
-    _, has_end = yield from _value(reader, tags, others, pass_on, is_json=False)
+    _, has_end = yield from value(pass_on)
     if has_end and not tags.newlines:
         calls.string_piece(held)
     calls.quote()
 
 
 def _value(
-    reader: Reader, tags: Tags, others: Sequence[str], pass_on: Callable[[str], None], is_json: bool
+    reader: Reader,
+    tags: Tags,
+    others: Sequence[str],
+    types: Collection[str],
+    pass_on: Callable[[str], None],
+    *,
+    is_held: bool,
 ) -> Reading[tuple[str, bool]]:
     """The text of a value, and whether its end was written.
 
     If the end is forgotten, the value ends at the tag of a further argument (`others`), or at the
-    end of the call if the value is JSON (`is_json`) or a tag of `outer` follows.
+    end of the call if the value is JSON or a tag of `outer` follows.  is_held: the value ends at
+    the first end that no string of JSON holds, as in the grammar.
     """
     parts: list[str] = []
 
@@ -97,8 +105,18 @@ def _value(
         parts.append(text)
         pass_on(text)
 
+    is_json, has_quotes = types != {"string"}, len(types) > 0 and "string" not in types
+    is_raw = not tags.tag_start
+    stops = [tags.end] if is_held and not is_raw else tags.stops
     while True:
-        yield from reader.before(tags.stops, keep)
+        stop = yield from reader.before(stops, keep)
+        if has_quotes and _ends_in_string("".join(parts)):
+            keep(reader.take(1))
+            continue
+        follower = tags.close if is_raw and stop == tags.end else ""
+        if is_held and (yield from reader.follows([follower], len(stop))) is not None:
+            reader.take(len(stop) * (stop == tags.end))
+            return "".join(parts), True
         found = yield from reader.follows([tags.end, *others, *filter(None, [tags.close])])
         text = "".join(parts)
         is_complete = is_json and found is not None and _is_json(text)
@@ -125,9 +143,10 @@ def _value(
 
 
 def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
-    """The ends in a row, and whether another argument or the end of the call follows them."""
-    length = 0
-    while (found := (yield from reader.follows([tags.end, *tags.followers], length))) == tags.end:
+    """The ends in a row, and whether another argument or the end of the call follows them.  If not,
+    the ends are part of the value."""
+    length, marks = 0, list(filter(None, (tags.end, tags.tag_start, tags.close, *tags.outer)))
+    while (found := (yield from reader.follows(marks, length))) == tags.end:
         length = reader.rest.index(found, length) + len(found)
     return reader.rest[:length], found is not None
 
@@ -135,6 +154,11 @@ def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
 def _is_open(text: str, end: str) -> bool:
     """Whether a tag that `end` closes is open at the end of a text."""
     return text.count(end.replace("</", "<", 1).rstrip(">")) > text.count(end)
+
+
+def _ends_in_string(text: str) -> bool:
+    """Whether a text is the begin of an object or a list in JSON, and ends within a string."""
+    return _JSON_START.match(text) is not None and '"' in _STRING.sub("", text)
 
 
 def _is_json(text: str) -> bool:

@@ -55,7 +55,8 @@ async def prepare(
     # A continued answer is past its header, which the grammar of channels would ask for again.
     if (tools and choice.mode != "none") or "continue_final_message" not in conversation.template:
         form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
-    if form is not None and form is not asked:
+    is_held = form is not None and form is not asked  # a grammar holds the calls
+    if form is not None and is_held:
         await check_calls(form, [tool for tool in tools if choice.name in (None, tool.name)])
     prompt = await render(model, conversation)
     in_reasoning, thinking_closed = _reasoning(model, conversation, prompt)
@@ -63,6 +64,8 @@ async def prepare(
     bad_words, skips, special = params.bad_words, params.skip_special_tokens, model.special_tokens
     if choice.mode == "none" and tools:
         tools, bad_words = [], [*(bad_words or ()), *chat_format.call_starts]
+    if form is not None and not is_held:
+        tools = []  # the form has no calls
     # The parser must see the markers; other special tokens are as the client wants them.
     seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}
     hidden = frozenset(special.keys() - seen if seen and skips else ())
@@ -73,7 +76,11 @@ async def prepare(
         bad_words=bad_words,
         skip_special_tokens=skips and not seen,
     )
-    make_parser = partial(ChatParser, chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
+    rules = {"in_reasoning": in_reasoning, "is_held": is_held, "calls_first": asked is not None}
+    # No thoughts follow the text that an answer continues, nor are they part of a form.
+    may_think = not thinking_closed or (form is None and conversation.add_generation_prompt)
+    rules["may_think"] = may_think
+    make_parser = partial(ChatParser, chat_format, tools, hidden=hidden, **rules)
     return PreparedTurn(prompt, params, make_parser)
 
 

@@ -94,3 +94,38 @@ def guided_answer(
             left = left if token in left else list(wanted)
             left = left[left.index(token) + 1 :] if token in left else []
     raise AssertionError(f"the answer does not end: {answer}")
+
+
+def tempted_answer(
+    limits: Constraint,
+    vocab_size: int,
+    eos: Sequence[int],
+    wanted: Sequence[int],
+    rng: random.Random,
+    stray: float,
+) -> list[int]:
+    """At most 400 tokens of an answer: those of `wanted` that the mask allows, in order, and then
+    the end.  A part (`stray`) of them, and tokens where none of these may come, are random."""
+    answer: list[int] = []
+    left = list(wanted)
+    while len(answer) < 400:
+        mask = mask_of(limits, vocab_size)
+        assert mask is not None
+        assert mask.any(), answer
+        ends = [token for token in eos if mask[token]]
+        if ends and not left:
+            break
+        at = next((i for i, token in enumerate(left) if mask[token]), None)
+        if forced := limits.forced():
+            token = forced[0]
+            assert mask[token]
+        elif at is None or rng.random() < stray:
+            token = int(rng.choice(np.flatnonzero(mask)))
+        else:
+            token = left[at]
+        if token in eos:
+            break
+        limits.accept(token)
+        answer.append(token)
+        left = left[at + 1 :] if at is not None and token == left[at] else left
+    return answer
