@@ -23,6 +23,7 @@ BAD_CONFIG = {
     "max_num_batched_tokens": [0, -5, None, "64", False],
     "max_model_len": [0, -1, 1.5, "x"],
     "long_prefill_token_threshold": [-1, 1, 15, None, 2.5],
+    "max_step_seconds": [-1, INF, NAN, None, "x", True],
     "prefill_policy": ["", "Mixed", None, 1, [], np.array(["mixed", "x"])],
     "enable_prefix_caching": [None, 1, "yes"],
     "memory_fraction": [0, -0.5, 1.5, NAN, "0.5", True],

@@ -35,6 +35,8 @@ class EngineConfig:
     max_model_len None: the model's own context length, or less if the store cannot hold it.
     long_prefill_token_threshold: most prompt tokens that one request gets in one step; 0 = no
     limit of its own.
+    max_step_seconds: how long a step with prompts or drafts may take, where others wait for it: the
+    engine adapts the chunks to the times that it measures; 0: no limit.
     memory_fraction None: a safe value for the device (see `devices.py`).
     state_cache_gib: memory for state checkpoints of models with recurrent layers, beside one state
     for each of max_num_seqs; None: a share of the memory.
@@ -53,6 +55,7 @@ class EngineConfig:
     max_num_batched_tokens: Annotated[int, integer(1)] = 2048
     max_model_len: Annotated[int | None, integer(1)] = None
     long_prefill_token_threshold: Annotated[int, integer(0)] = 0
+    max_step_seconds: Annotated[float, number(0)] = 0.0
     prefill_policy: Annotated[str, choice(*PREFILL_POLICIES)] = "mixed"
     enable_prefix_caching: Annotated[bool, switch()] = True
     memory_fraction: Annotated[float | None, number(0, 1, above=True)] = None

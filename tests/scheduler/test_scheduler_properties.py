@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -33,10 +34,12 @@ from tests.support.engine.workloads import (
 )
 from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.scheduler import scheduler as schedulers
+from vllm_metal_lite.scheduler import step_limit
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.scheduler.step_limit import StepLimit
 
 PATIENCE = 2
 
@@ -81,9 +84,10 @@ class Play:
         return {i: answer_of(r) for i, r in self.engine.requests.items()}
 
 
-def run(workload: Workload) -> Play:
+def run(workload: Workload, limit: StepLimit | None = None) -> Play:
     """Play a workload to its end, with all checks."""
     play = Play(workload, make_engine(workload))
+    play.engine.scheduler.limit = limit
     play.engine.runner.launched = partial(_look, play)
     play.aborted = workloads_of.play(workload, play.engine, partial(_step, play))
     for name in play.aborted:
@@ -331,10 +335,11 @@ def check_policies_keep_their_promise(play: Play, out: SchedulerOutput) -> None:
     if not out.num_decodes and play.steps and not decoded_last and not out.preempted:
         assert not play.decodes or (policy == "whole" and play.partials), "prefills go twice"
     if policy == "whole" and not out.num_decodes and not out.preempted:
-        # Each of them, unless those before it took the last blocks, or the tokens for a span.
+        # Each of them, unless those before it took the last blocks, the time, or the tokens for a
+        # span.
         served = {s.request.request_id for s in out.segments}
         left_out = [r for r in play.movable if r.request_id not in served]
-        has_spans = any(r.spans for r in play.running())
+        has_spans = any(r.spans for r in play.running()) or play.engine.scheduler.limit
         assert not left_out or has_spans or play.engine.scheduler.kv.num_available == 0
 
 
@@ -451,6 +456,25 @@ def test_invariants_of_many_workloads(request, pressed):
             raise
     never = {name: count for name, count in seen.items() if count < 3}
     assert not never, f"the workloads hardly reach {never}"
+
+
+class AnySpeed(StepLimit):
+    """Steps take any time."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1.0, compiles=seed % 3 == 0)
+        self._random = Random(seed)
+
+    def record(self, out: SchedulerOutput) -> None:
+        super().record(replace(out, seconds=self._random.choice([0.01, 0.3, 1, 3, 30])))
+
+
+def test_invariants_at_any_speed(monkeypatch):
+    monkeypatch.setattr(step_limit, "_FIRST", 3)
+    monkeypatch.setattr(step_limit, "_LEAST", 1)
+    for seed in range(60):
+        workload = seeded_workload(seed, pressed=seed % 2 == 0)
+        run(replace(workload, failures=frozenset()), AnySpeed(seed))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])

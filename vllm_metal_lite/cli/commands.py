@@ -150,9 +150,8 @@ def _add_serve(command: Command) -> None:
     )
     options.add_model(serve)
     options.add_server_options(serve)
-    options.add_engine_options(serve, max_num_seqs=options.SERVER_SEATS)
-    # model: None, so that --model can replace it.  max_num_batched_tokens: serve.py chooses it.
-    serve.set_defaults(model=None, max_num_batched_tokens=None)
+    options.add_engine_options(serve, **options.SERVER_DEFAULTS)
+    serve.set_defaults(model=None)  # so that --model can replace it
 
 
 def _add_launch(command: Command) -> None:
@@ -178,7 +177,7 @@ def _add_launch(command: Command) -> None:
     options.add_number(launch, "--port", "N", "port of the server", 8000, _PORT)
     text = "print the agent's command and variables, and exit"
     launch.add_argument("--print", action="store_true", help=text)
-    options.add_engine_options(launch, max_num_seqs=options.SERVER_SEATS)
+    options.add_engine_options(launch, **options.SERVER_DEFAULTS)
 
 
 def _add_generate(command: Command) -> None:

@@ -20,7 +20,8 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
 
-SERVER_SEATS = 32  # max_num_seqs of `serve`, by default
+# Of `serve`, where they are not EngineConfig's.
+SERVER_DEFAULTS: dict[str, Any] = {"max_num_seqs": 32, "max_step_seconds": 0.5}
 GENERATED_TOKENS = 256  # max_tokens of `generate`, by default
 
 
@@ -63,9 +64,10 @@ _ENGINE = (
     ("block_size", "N", f"tokens per block of the KV store: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
     ("max_num_seqs", "N", "requests that run at the same time"),
-    ("max_num_batched_tokens", "N", "most tokens of one step (serve on a CPU: 256)"),
+    ("max_num_batched_tokens", "N", "most tokens of one step"),
     ("max_model_len", "N", "longest context in tokens (default: the model's own)"),
     ("long_prefill_token_threshold", "N", "most prompt tokens of a request in a step; 0: any"),
+    ("max_step_seconds", "S", "how long a step may take where others wait; 0: any time"),
     ("prefill_policy", "NAME", f"prompts beside decodes: {_allowed('prefill_policy')}"),
     ("memory_fraction", "F", "share of the memory to use (default: a safe value)"),
     ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
@@ -146,10 +148,10 @@ def name_of(source: str) -> str:
     return path.resolve().name if path is not None else source
 
 
-def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
-    """Add the engine's flags; `max_num_seqs` is this command's default."""
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the engine's flags; defaults: those of this command that are not EngineConfig's."""
     group = parser.add_argument_group("engine options")
-    _add(group, _ENGINE, EngineConfig(max_num_seqs=max_num_seqs))
+    _add(group, _ENGINE, EngineConfig(**defaults))
     text = "compute every prompt from its first token"
     group.add_argument(
         "--no-prefix-caching", dest="enable_prefix_caching", action="store_false", help=text
@@ -174,7 +176,7 @@ def checked(make: Callable[..., R], given: dict[str, Any], spell: Callable[[str]
 
 def serve_flags(config: EngineConfig) -> list[str]:
     """The flags that give `serve` this configuration."""
-    defaults = EngineConfig(max_num_seqs=SERVER_SEATS)
+    defaults = EngineConfig(**SERVER_DEFAULTS)
     flags = []
     for field, *_ in _ENGINE:
         value = getattr(config, field)

@@ -9,25 +9,17 @@ import webbrowser
 from collections.abc import Mapping
 from dataclasses import fields
 
-from vllm_metal_lite import backend, envs
+from vllm_metal_lite import envs
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.startup import DEMO
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, install, show
 from vllm_metal_lite.server.settings import ServerConfig
-
-# Tokens of a step on a CPU, where a long step delays all streams.  4,000 tokens in one step take
-# 6 s on two cores (demo model); steps of 256 take at most 0.8 s each, and a fifth more in total.
-_CPU_STEP = 256
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    if args.max_num_batched_tokens is None:
-        default = EngineConfig.max_num_batched_tokens
-        args.max_num_batched_tokens = _CPU_STEP if backend.is_cpu() else default
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
     formats = _chat_formats(args, named)
     try:

@@ -1,7 +1,6 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -38,6 +37,7 @@ from vllm_metal_lite.scheduler.counts import StepCounts, count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.scheduler.step_limit import StepLimit
 from vllm_metal_lite.speculation.speculator import Speculator
 
 
@@ -82,9 +82,12 @@ class LLMEngine:
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
-        # Each rank measures its own times, so ranks would choose different drafts.
-        speculates = config.speculate == "auto" and model.ranks.size == 1
+        # Each rank measures its own times, so ranks would choose different drafts and chunks.
+        is_alone = model.ranks.size == 1
+        speculates = config.speculate == "auto" and is_alone
         self.speculator = Speculator(self.seats.tokens_of) if speculates else None
+        if config.max_step_seconds and is_alone:
+            self.scheduler.limit = StepLimit(config.max_step_seconds, not backend.is_cpu())
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
@@ -293,6 +296,8 @@ class LLMEngine:
         if self.on_step is not None:
             self.on_step(output)
         self.failed_steps.succeeded(output)
+        if not self._requests:
+            self._last_end = None
         return list(reports.values())
 
     def _answer_of(self, request: Request) -> Answer | None:
@@ -302,7 +307,9 @@ class LLMEngine:
 
     def _record(self, output: SchedulerOutput, result: StepResult) -> None:
         """Tell the scheduler the step's tokens, and the sampler those of a step with drafts."""
-        tokens, now = result.token_ids.tolist(), time.monotonic()
+        tokens = result.token_ids.tolist()
+        output.seconds = result.ended_at - (self._last_end or output.launched_at)
+        self._last_end = result.ended_at
         live, drawn = result.live_rows, dict[Request, list[int]]()
         if output.has_drafts:
             for request, rows in zip(output.terminal, live, strict=True):
@@ -316,9 +323,9 @@ class LLMEngine:
                 self.seats.accept(request, known)
         counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
         if self.speculator is not None:
-            seconds = None if self._last_end is None else now - self._last_end
-            self.speculator.record(output, counts, seconds)
-        self._last_end = now
+            self.speculator.record(output, counts, output.seconds)
+        if self.scheduler.limit is not None:
+            self.scheduler.limit.record(output)
 
     def _end(self, answer: Answer) -> None:
         """Release everything that a finished answer holds."""

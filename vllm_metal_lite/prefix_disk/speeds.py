@@ -1,7 +1,5 @@
 """The measured speeds of reading prefixes from the disk, and of computing prefixes."""
 
-import time
-
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 # Assumed until measured: bytes and tokens a second.
@@ -19,7 +17,6 @@ class Speeds:
 
     def __init__(self) -> None:
         self.read, self.compute = _READ, _COMPUTE
-        self._last_end = 0.0
 
     def prefer_reading(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether reading a prefix takes less time than computing it."""
@@ -34,8 +31,6 @@ class Speeds:
 
     def add_step(self, output: SchedulerOutput) -> None:
         """Record a step that has just ended, if most rows are of prompts."""
-        now, rows = time.monotonic(), output.total_num_scheduled_tokens
+        rows = output.total_num_scheduled_tokens
         if rows >= _MIN_ROWS and rows > 2 * output.num_decodes:
-            seconds = now - max(output.launched_at, self._last_end) + 1e-6
-            self.compute += _NEWEST * (rows / seconds - self.compute)
-        self._last_end = now
+            self.compute += _NEWEST * (rows / (output.seconds + 1e-6) - self.compute)

@@ -1,6 +1,7 @@
 """A submitted step: tokens on the device, copied to the host when read."""
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -22,7 +23,7 @@ class StepResult:
     pooled: (Q, hidden_size) float32, the sums of PooledRows; None if the step pools nothing.
     written: arrays that exist once the step has written to the store.
     arrays: the arrays to wait for: the values, or `written` if the step has none.  If both are
-    empty, `wait` waits for all submitted work.  done: whether `wait` has returned.
+    empty, `wait` waits for all submitted work.  done: whether `wait` has returned; ended_at: when.
 
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
@@ -41,7 +42,7 @@ class StepResult:
         self.arrays = [] if output is None else [output.for_host, *(output.logprobs or ())]
         self.arrays += [*(prompt_logprobs or ()), *(() if pooled is None else (pooled,))]
         self.arrays = self.arrays or list(written)
-        self.done = False
+        self.done, self.ended_at = False, 0.0
         # MLX does not allow two threads to wait for one array at the same time.
         self._waiting = threading.Lock()
 
@@ -54,7 +55,7 @@ class StepResult:
                 mx.eval(self.arrays)
             else:
                 mx.synchronize()
-            self.done = True
+            self.done, self.ended_at = True, time.monotonic()
 
     @cached_property
     def token_ids(self) -> np.ndarray:

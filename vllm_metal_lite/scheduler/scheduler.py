@@ -28,6 +28,7 @@ from vllm_metal_lite.scheduler.request_queue import SORT_KEY, RequestQueue
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment, TokenCounts
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
+from vllm_metal_lite.scheduler.step_limit import StepLimit
 
 # Requests that admission may skip in a step: they wait for a leader, for the disk, or for tokens.
 _MAX_PASSED = 64
@@ -62,6 +63,8 @@ class Scheduler:
         self.drafts = DraftScheduler(self.kv, self._states)
         # Whether a request waits until its prefix is read.  The prefix disk sets this function.
         self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
+        # Follows the times of steps, if the engine sets it.
+        self.limit: StepLimit | None = None
         # While there are suspects, each step holds one of them, alone.  See FailedSteps.
         self.suspects: dict[Request, int] = {}
         self.num_preemptions = 0
@@ -135,7 +138,9 @@ class Scheduler:
         if propose is not None:
             scored = sum(s.num_scheduled for s in out.segments if s.request.max_chunk)
             rows = self.config.max_logits_rows - len(out.segments) - scored
-            self.drafts.add(out, propose, min(self._tokens_left(out), rows), self.num_running)
+            longest = max((s.num_computed for s in out.segments[: out.num_decodes]), default=0)
+            budget = min(self._tokens_left(out), self._rows_left(out, longest), rows)
+            self.drafts.add(out, propose, budget, self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -404,7 +409,7 @@ class Scheduler:
         return (
             self.num_running < self.config.max_num_seqs
             and not (self.suspects and out.segments)
-            and self._tokens_left(out) > 0
+            and min(self._tokens_left(out), self._rows_left(out)) > 0
         )
 
     def _schedule_chunk(
@@ -433,10 +438,20 @@ class Scheduler:
         limited = sum(s.num_scheduled for s in prefills if s.request.max_chunk)
         return min(left, request.max_chunk - limited)
 
+    def _rows_left(self, out: SchedulerOutput, context: int = 0) -> int:
+        """How many rows behind `context` tokens the step still has time for."""
+        if self.limit is None:
+            return self.config.max_num_batched_tokens
+        is_alone = self.num_running + len(self.waiting) == 1 and not self.decodes
+        return self.limit.rows_left(out, context, is_alone)
+
     def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
         """How many tokens from `start` on the request may compute in what is left of the step.
         Counts if a span needs more."""
         left = min(self._max_num_new_tokens(request, start), self._tokens_left(out, request))
+        if rows := self._rows_left(out, start):
+            rows = max(rows, dict(request.spans).get(start, 0) - start)  # a span may take longer
+        left = min(left, rows)
         num_new_tokens = request.last_end(start + left) - start
         if num_new_tokens <= 0 < left:
             request.num_passed_over += 1

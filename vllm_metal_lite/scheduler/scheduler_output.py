@@ -104,6 +104,8 @@ class SchedulerOutput:
     forced: list[tuple[Request, list[int]]] = field(default_factory=list)
     # When the caller launched it, by time.monotonic().
     launched_at: float = 0.0
+    # Set when it has ended: how long the requests of the step waited for it.
+    seconds: float = 0.0
     # `update` adds them to the scheduler's.
     counts: TokenCounts = field(default_factory=TokenCounts)
 
