@@ -123,7 +123,7 @@ def walks(name, tool, count):
     ends = [closer.encode() + tail for closer in closers]
     for seed in range(count):
         answer = walk(found.deep_copy(), random.Random(seed), ends)
-        said = parse(FORMATS[name], answer.decode(errors="replace"), [tool])
+        said = parse(FORMATS[name], answer.decode(errors="replace"), [tool], is_held=True)
         assert said.calls, answer
         yield answer, said.called[0][1]
 
