@@ -171,7 +171,8 @@ def _possible(schema: Schema) -> list[Schema]:
     properties = properties_of(schema)
     if properties or schema.get("type") == "object":
         other = schema.get("additionalProperties", {})
-        missing = {name: other for name in listed(schema, "required") if name not in properties}
+        required = (name for name in listed(schema, "required") if isinstance(name, str))
+        missing = {name: other for name in required if name not in properties}
         if properties or missing:
             return [{"type": "object", **schema, "properties": {**properties, **missing}}]
     return [schema]
