@@ -394,7 +394,7 @@ def test_the_place_of_an_error_is_sought_no_longer_than_a_caller_waits(compiled,
 
 
 def test_schemas_may_refer_to_themselves_where_they_need_not(tokenizer):
-    """Many references, each of which needs the next; only the last ends."""
+    """Many references: each needs the next one, and only the last ends."""
     parts = {f"a{i}": need({"$ref": f"#/$defs/a{i + 1}"}) for i in range(500)}
     parts["a500"] = {"anyOf": [{"$ref": "#/$defs/a0"}, {"type": "null"}]}
     check(StructuredOutputsParams(json={"$ref": "#/$defs/a0", "$defs": parts}))

@@ -21,7 +21,7 @@ _LIMITS = {
     "integer": NUMBERS,
 }
 _ALL_LIMITS = frozenset(chain(_OF, *_LIMITS.values()))
-# In a schema combined of two parts: a keyword that both have, of which one was dropped.
+# Marks a schema combined of two parts, if both have a keyword and one of its values was dropped.
 _DROPPED = "part of allOf"
 JSON_TYPES = {
     bool: "boolean",
