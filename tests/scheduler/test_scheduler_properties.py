@@ -214,7 +214,7 @@ def check_no_span_is_cut(play: Play, out: SchedulerOutput) -> None:
 
 
 def check_nobody_is_passed_over_forever(play: Play, out: SchedulerOutput) -> None:
-    """Not even a request whose span needs more tokens than steps have left."""
+    """This holds also for a request whose span is longer than the rest of each step."""
     if play.engine.scheduler.suspects:
         return
     last = max((r.sort_key for r in out.admitted), default=())

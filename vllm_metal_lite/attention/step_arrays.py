@@ -14,7 +14,7 @@ from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 
 
 def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
-    """The segments from `first` on as a batch of prompts, with rows counted from 0."""
+    """Return a batch of the segments from `first` on; its rows count from 0."""
     rows = slice(int(batch.cu_seqlens_q[first]), None)
     return replace(
         batch,

@@ -74,7 +74,7 @@ Rule = Callable[[Tool, SpecialTokens, list[str]], str]
 
 
 def bare_names(without: str = "") -> str:
-    """A pattern of the names that `Reader.name` reads; without: no part of them."""
+    """Return a regex for names that `Reader.name` reads.  without: characters that none has."""
     return rf"(?!\s)[^<\n{re.escape(without)}]+(?<!\s)"
 
 

@@ -65,8 +65,8 @@ def _sums(array: mx.array) -> list[mx.array]:
 
 @cache
 def _code_digest() -> bytes:
-    """A digest of the source of this package and of mlx-lm's models, which a checkout may change
-    without a new version."""
+    """Hash the source of this package and of mlx-lm's models: a checkout may change them without a
+    new version."""
     digest = blake2b(digest_size=16)
     for folder in Path(__file__).parents[1], FOLDER, Path(base.__file__).parent:
         for file in sorted(folder.rglob("*")):

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 # full-attention layers.
 _AVERAGE_WINDOWS = 4
 
-# The share of the memory for the store that windows of idle prefixes get before contexts that are
-# longer than max_model_len asks for.
+# Windows of idle prefixes get this share of the store's memory before contexts grow beyond a given
+# max_model_len.
 _IDLE_SHARE = 1 / 16
 
 # The share of the memory for store and checkpoints that checkpoints get.

@@ -139,7 +139,7 @@ class KVCacheManager:
             request.planned = [] if self.states is None else planned
 
     def _use_named_windows(self, request: Request, most: int) -> None:
-        """The whole windows before positions that the request names count as used just now."""
+        """Mark the whole windows before the positions that a request names as used just now."""
         places = [at // self.block_size for at in request.checkpoint_positions if at <= most]
         for place, (_, group, pool) in product(places, self._windowed):
             first = group.first_block(place * self.block_size, self.block_size)

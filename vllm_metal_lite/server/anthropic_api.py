@@ -124,7 +124,7 @@ _DELTA_TYPES = {
 
 
 class ContentBlocks(Blocks[bytes]):
-    """blocks: as in a reply that is not streamed; the last may be open."""
+    """blocks: the content blocks of a whole reply; the last one may be open."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
