@@ -1,0 +1,1 @@
+"""Pictures in prompts: from a file's bytes to rows of a model's embeddings."""

@@ -1,0 +1,128 @@
+"""The transformer of a vision tower.
+
+One class serves all families: they differ in norms, in the MLP, in the rotation, and in the names
+of their weights (towers.py).  A picture is one sequence of patches, and every patch sees all others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.nn as nn
+
+from vllm_metal_lite.backend import mx
+
+Activation = Callable[[mx.array], mx.array]
+gelu, gelu_tanh = nn.gelu, nn.gelu_approx
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """gated: the MLP multiplies its activated half with another one.  bias: whether the linear
+    layers have one.  layer_norm: LayerNorm with a bias, otherwise RMSNorm.  sandwich: a norm before
+    and one after each half of a layer, and norms of queries, keys and values (Gemma 4).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    activation: Activation
+    eps: float
+    gated: bool = False
+    bias: bool = False
+    layer_norm: bool = False
+    sandwich: bool = False
+    clipped: bool = False
+
+
+class ClippedLinear(nn.Linear):
+    """A linear layer whose input and output are clipped to bounds from the checkpoint (Gemma 4)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        for name in ("input_min", "output_min"):
+            self[name] = mx.array(float("-inf"))
+        for name in ("input_max", "output_max"):
+            self[name] = mx.array(float("inf"))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(mx.clip(x, self.input_min, self.input_max))
+        return mx.clip(y, self.output_min, self.output_max)
+
+
+class Layer(nn.Module):
+    """x (P, hidden_size) -> the same shape."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, inner = config.hidden_size, config.intermediate_size
+        wide = config.num_heads * config.head_dim
+        linear = ClippedLinear if config.clipped else partial(nn.Linear, bias=config.bias)
+        norm = nn.LayerNorm if config.layer_norm else nn.RMSNorm
+        self.norm1, self.norm2 = (norm(size, eps=config.eps) for _ in range(2))
+        self.q, self.k, self.v = (linear(size, wide) for _ in range(3))
+        self.o = linear(wide, size)
+        if config.gated:
+            self.gate = linear(size, inner)
+        self.up, self.down = linear(size, inner), linear(inner, size)
+        if config.sandwich:
+            self.after1, self.after2 = (norm(size, eps=config.eps) for _ in range(2))
+            self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.eps) for _ in range(2))
+
+    def __call__(self, x: mx.array, rotation: mx.array | None) -> mx.array:
+        h = self.attend(self.norm1(x), rotation)
+        x = x + (self.after1(h) if self.config.sandwich else h)
+        h = self.norm2(x)
+        up = self.up(h)
+        activation = self.config.activation
+        h = self.down(activation(self.gate(h)) * up if self.config.gated else activation(up))
+        return x + (self.after2(h) if self.config.sandwich else h)
+
+    def attend(self, x: mx.array, rotation: mx.array | None) -> mx.array:
+        config = self.config
+        q, k, v = (
+            f(x).reshape(len(x), config.num_heads, config.head_dim) for f in (self.q, self.k, self.v)
+        )
+        scale = config.head_dim**-0.5
+        if config.sandwich:
+            q, k = self.q_norm(q), self.k_norm(k)
+            v, scale = mx.fast.rms_norm(v, None, config.eps), 1.0
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k, v = (a.swapaxes(0, 1)[None] for a in (q, k, v))
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.o(out[0].swapaxes(0, 1).reshape(len(x), -1))
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.layers = [Layer(config) for _ in range(config.num_layers)]
+
+    def __call__(
+        self, x: mx.array, rotation: mx.array | None, noted: tuple[int, ...] = ()
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The result of the last layer, and those of the layers in `noted`."""
+        results = []
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation)
+            if i in noted:
+                results.append(x)
+        return x, results
+
+
+def rotate(x: mx.array, angles: mx.array) -> mx.array:
+    """x (P, heads, head_dim), rotated in float32.
+
+    angles: (P, parts, head_dim / parts / 2).  The dimensions of a head fall into `parts`; in each
+    part, dimension i of the first half makes a pair with dimension i of the second half.
+    """
+    rows, parts, half = angles.shape
+    pairs = x.reshape(rows, -1, parts, 2, half)
+    a, b = (pairs[:, :, :, i].astype(mx.float32) for i in range(2))
+    cos, sin = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
+    rotated = mx.stack([a * cos - b * sin, b * cos + a * sin], axis=3)
+    return rotated.reshape(x.shape).astype(x.dtype)

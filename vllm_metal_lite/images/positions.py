@@ -1,0 +1,43 @@
+"""The positions by which rows of a prompt with pictures are rotated (M-RoPE).
+
+Text counts on all three axes.  A picture's row has its time (0), row and column in the merged grid
+as offsets from the position where the picture starts; the text after it starts one behind the
+largest of these.  As in transformers' `get_rope_index` of Qwen3-VL, for pictures.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def axes(
+    num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, int]:
+    """(positions (3, num_tokens) int32, delta) of a prompt.
+
+    starts: the first token of each picture.  grids: (height, width) of its rows.
+    delta: a later token at position p is rotated by p + delta on every axis.
+    """
+    positions = np.empty((3, num_tokens), np.int32)
+    token = at = 0
+    for start, (height, width) in zip(starts, grids, strict=True):
+        positions[:, token:start] = np.arange(at, at + start - token)
+        at += start - token
+        row, column = np.divmod(np.arange(height * width), width)
+        token = start + height * width
+        positions[:, start:token] = at + np.stack([np.zeros_like(row), row, column])
+        at += max(height, width)
+    positions[:, token:] = np.arange(at, at + num_tokens - token)
+    return positions, at - token
+
+
+def axis_of_frequency(num_frequencies: int, sections: Sequence[int]) -> np.ndarray:
+    """(num_frequencies,) the axis that rotates each frequency, interleaved as in Qwen3-VL.
+
+    sections: how many frequencies time, row and column have.
+    """
+    index = np.arange(num_frequencies)
+    axis = np.zeros(num_frequencies, np.int32)
+    for i in (1, 2):
+        axis[(index % 3 == i) & (index < 3 * sections[i])] = i
+    return axis
