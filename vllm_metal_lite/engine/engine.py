@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from vllm_metal_lite import backend
@@ -56,13 +56,12 @@ class LLMEngine:
         seats, size = config.max_num_seqs, config.block_size
         states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = model.caches_prefixes(config)
+        caching = config.enable_prefix_caching
         self.scheduler = Scheduler(
-            replace(config, enable_prefix_caching=caching),
+            config,
             self.kv_groups,
             self.max_model_len,
             num_state_slots=self.num_state_slots,
-            shares_in_step=model.packed.by_segment is None,
         )
         # Cached prefixes that survive a restart.
         wants_disk = caching and config.prefix_disk_gib > 0

@@ -13,7 +13,6 @@ from mlx_lm.utils import get_total_parameters
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option
 from vllm_metal_lite.kernels.weights import shape_of
@@ -110,9 +109,6 @@ class LoadedModel:
             )
         return replace(self, kv_bits=kv_bits)
 
-    def caches_prefixes(self, config: EngineConfig) -> bool:
-        return config.enable_prefix_caching and self.packed.no_prefix_cache is None
-
     @property
     def no_embeddings(self) -> str | None:
         """Why the model gives no embeddings, or None if it does."""
@@ -141,7 +137,6 @@ class LoadedModel:
             ropes=usage.ropes,
             hidden_sizes=tuple(usage.hidden_sizes),
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
-            shares_prefix=self.packed.no_prefix_cache is None,
             recurrences=(*usage.recurrences, *norms),
             experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
         )

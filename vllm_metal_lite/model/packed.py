@@ -120,13 +120,6 @@ class PackedModel:
         """Why attention runs a segment at a time: MLX operations read K and V.  None if packed."""
         return self.reason if self.mode is Mode.BY_SEGMENT else None
 
-    @property
-    def no_prefix_cache(self) -> str | None:
-        """Why the prefix cache is off, or None if it is on."""
-        if self.layout.states and self.by_segment:
-            return "its attention runs a segment at a time, and its recurrent layers keep states"
-        return None
-
     def state_store(self, num_slots: int) -> StateStore:
         """A store for this model's recurrent states."""
         return StateStore(self.layout.states, num_slots)
