@@ -65,7 +65,7 @@ def rebuild(
         stored = (store.keys[layer], spec.k_row), (store.values[layer], spec.v_row)
         context = [_gather(rows, row, slots) for rows, row in stored]
         if order is not None and earlier:
-            joined = (mx.concatenate(parts, axis=2) for parts in zip(*earlier, strict=True))
+            joined = (mx.concatenate(list(parts), axis=2) for parts in zip(*earlier, strict=True))
             for i, (row, new) in enumerate(zip(native.rows, joined, strict=True)):
                 context[i] = mx.concatenate([context[i], row.rounded(new)], axis=2)[:, :, order]
         native.keys, native.values = context
