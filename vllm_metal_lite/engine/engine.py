@@ -9,7 +9,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_prompt import ChatPrompt
@@ -29,6 +28,7 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner, optional_module
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.pipeline import Pipeline
+from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler

@@ -26,7 +26,7 @@ from vllm_metal_lite.model.files.folder import loading
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.layout import Layout, find_layout
-from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.packed import PackedModel, body_of
 from vllm_metal_lite.model.ranks.shards import shard
 from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
@@ -103,7 +103,7 @@ class LoadedModel:
     @property
     def no_embeddings(self) -> str | None:
         """Why the model gives no embeddings, or None if it does."""
-        if not self.packed.has_hidden_states or self.ranks.stages:
+        if body_of(self.packed.model) is None or self.ranks.stages:
             return "its hidden states cannot be read"
         return self.pooling.problem
 

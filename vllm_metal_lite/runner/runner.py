@@ -15,12 +15,13 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch, PooledRows
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
+from vllm_metal_lite.runner.pooling_table import pooled_sums
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath, is_out_of_memory, kernel_at_fault
 from vllm_metal_lite.sampling.logprobs import prompt_logprobs
@@ -141,7 +142,7 @@ class ModelRunner:
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])
         output = scored = None
-        pooled = None if batch.pooled is None else _pooled_sums(batch.pooled, hidden[0])
+        pooled = None if batch.pooled is None else pooled_sums(batch.pooled, hidden[0])
         num_sampled = len(batch.sample_segments)
         if num_sampled and not (batch.pooled and batch.pooled.samples_nothing):
             if callable(masks):
@@ -198,17 +199,6 @@ def known_tokens(step: Step, after: StepResult) -> mx.array:
     index = np.arange(num_rows, dtype=np.int32) + len(sampled_seats)
     index[unknown] = place[seats]
     return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
-
-
-def _pooled_sums(rows: PooledRows, hidden: mx.array) -> mx.array:
-    """The sums of rows of hidden (N, 1, hidden_size), what the model's head sees: (Q, hidden_size)
-    float32.  N may include padding."""
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    first, end = rows.ranges[:, 0], rows.ranges[:, 1]
-    if (end - first == 1).all():
-        return hidden[mx.array(first)].astype(mx.float32)
-    parts = [hidden[a:b].astype(mx.float32).sum(axis=0) for a, b in rows.ranges.tolist()]
-    return mx.stack(parts)
 
 
 def padded_rows(num_tokens: int) -> int:
