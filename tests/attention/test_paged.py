@@ -14,9 +14,8 @@ from tests.support.models.configs import config_of
 from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.attention.paged import attention as planning
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
+from vllm_metal_lite.attention.paged.step import VarlenPrompts, WholePrompt
 from vllm_metal_lite.attention.sdpa import execute as sdpa_run
-from vllm_metal_lite.attention.sdpa.calls import WholePrompt
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.registry import Verdict

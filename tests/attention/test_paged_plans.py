@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.attention.paged.decodes import decode_plan
-from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
 
 

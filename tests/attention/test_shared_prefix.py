@@ -15,7 +15,7 @@ from tests.support.kernels.device import change_device, pad_to_powers_of_two
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
-from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, find_shared_prefix
+from vllm_metal_lite.attention.paged.decodes import PrefixSearch, find_shared_prefix
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.registry import Verdict
 

@@ -13,12 +13,11 @@ from vllm_metal_lite.model.trial import Trial
 
 
 def mode(name, **how):
-    """How the model runs, and whether it caches prefixes; "refused" if it does not run."""
+    """How the model runs; "refused" if it does not run."""
     try:
-        packed = load(name, how=how).packed
+        return load(name, how=how).packed.mode
     except ModelLoadError:
         return "refused"
-    return packed.mode, packed.no_prefix_cache is None
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ def test_recurrent_layers_work_on_packed_rows(name):
     """A release of mlx-lm that computes a recurrence in another way fails here."""
     packed = tiny.packed(name).packed
     assert packed.mode is Mode.PACKED
-    assert packed.no_prefix_cache is None
     convs = [m for _, m in packed.model.named_modules() if isinstance(m, ShortConv)]
     assert convs
     assert {conv.silu for conv in convs} == {PACKED[name]}
@@ -187,14 +186,6 @@ def test_states_that_grow_may_be_in_one_batch():
     """An n-gram's context has one token after the first, two after the second, ..."""
     name, prompts = "longcat_flash_ngram", [[5], [7, 9], [3, 1, 4], [2, 7, 1, 8, 2], [6] * 12]
     assert tiny.answers(tiny.engine(name), prompts, 8) == tiny.all_alone(name, prompts, 8)
-
-
-def test_prefixes_are_not_cached_where_attention_by_segment_meets_states():
-    engine, prompt = tiny.engine("baichuan_m1"), tiny.prompts(1, 40, 40)[0]
-    assert "states" in engine.model.packed.no_prefix_cache
-    for _ in range(2):
-        tiny.answers(engine, [prompt], 3)
-    assert engine.metrics()["prefix_cache_hit_tokens"] == 0
 
 
 # Memory

@@ -12,7 +12,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.runner import padded_rows
+from vllm_metal_lite.runner.runner import known_tokens, padded_rows
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 
@@ -32,18 +32,18 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     before = StepResult(batch, SamplerOutput(tokens, None, tokens))
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
     batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
-    assert before.complete(step_of(batch, num_rows))[:2].tolist() == [10, 13]
+    assert known_tokens(step_of(batch, num_rows), before)[:2].tolist() == [10, 13]
     batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))
-    known = before.complete(step_of(batch, num_rows))
+    known = known_tokens(step_of(batch, num_rows), before)
     assert known[:3].tolist() == [13, 10, 12]
     assert known.shape == (num_rows,)
     inputs.token_ids[1] = range(20, 36)
     inputs.num_tokens[1] = 9
     batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
-    known = before.complete(step_of(batch, num_rows))
+    known = known_tokens(step_of(batch, num_rows), before)
     assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
     batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
-    known = before.complete(step_of(batch, num_rows))
+    known = known_tokens(step_of(batch, num_rows), before)
     assert known[:6].tolist() == [*range(23, 29)]
 
 

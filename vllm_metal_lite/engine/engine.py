@@ -2,14 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_prompt import ChatPrompt
@@ -29,6 +28,7 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner, optional_module
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.pipeline import Pipeline
+from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -56,13 +56,12 @@ class LLMEngine:
         seats, size = config.max_num_seqs, config.block_size
         states = model.packed.state_store(self.num_state_slots)
         store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = model.caches_prefixes(config)
+        caching = config.enable_prefix_caching
         self.scheduler = Scheduler(
-            replace(config, enable_prefix_caching=caching),
+            config,
             self.kv_groups,
             self.max_model_len,
             num_state_slots=self.num_state_slots,
-            shares_in_step=model.packed.by_segment is None,
         )
         # Cached prefixes that survive a restart.
         wants_disk = caching and config.prefix_disk_gib > 0

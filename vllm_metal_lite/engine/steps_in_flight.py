@@ -4,11 +4,11 @@ import time
 from collections import deque
 from functools import partial
 
-from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.runner.pipeline import Pipeline
+from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks

@@ -11,7 +11,7 @@ layout.py     finds a model's caches, and the modules that use them
 packed.py     runs a model over packed rows
 trial.py, fit.py, usage.py
               test and choose the mode; note the operations of a model
-loader.py     loads a model by name
+loader.py     loads a model by name: LoadedModel
 """
 
 from vllm_metal_lite import backend as backend  # first: a fast BLAS must be loaded before MLX

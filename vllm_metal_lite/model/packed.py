@@ -80,7 +80,6 @@ class PackedModel:
     """An mlx-lm model that takes a packed step.
 
     reason: why the model does not run in a faster mode, in one line; None for Mode.PACKED.
-    has_hidden_states: whether a forward gives hidden states.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class PackedModel:
         self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows: _HeadRows | None = None  # while a packed forward is built
         body = body_of(model)
-        self.has_hidden_states = body is not None
         if body is not None:
             wrap_call(body, self._select_rows)
             self._wrapped.append(body)
@@ -119,13 +117,6 @@ class PackedModel:
     def by_segment(self) -> str | None:
         """Why attention runs a segment at a time: MLX operations read K and V.  None if packed."""
         return self.reason if self.mode is Mode.BY_SEGMENT else None
-
-    @property
-    def no_prefix_cache(self) -> str | None:
-        """Why the prefix cache is off, or None if it is on."""
-        if self.layout.states and self.by_segment:
-            return "its attention runs a segment at a time, and its recurrent layers keep states"
-        return None
 
     def state_store(self, num_slots: int) -> StateStore:
         """A store for this model's recurrent states."""

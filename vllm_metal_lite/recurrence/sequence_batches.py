@@ -39,14 +39,15 @@ class SequenceBatch:
 def sequence_batches(batch: ForwardBatch, alone: bool = False) -> list[SequenceBatch]:
     """Split a step into batches that cover every row once, in an order that respects parts.
 
-    alone: one segment per batch.
+    alone: one part per batch, in the order of their first positions.  A part that shares blocks
+    with another one of the step then runs after the part that fills these blocks.
     """
     segments, part, begins, ends, initial, final = _parts(batch)
     lengths, fresh = ends - begins, initial == EMPTY_SLOT
-    keys = np.stack([part, lengths, ~fresh] + ([segments] if alone else []))
+    starts = batch.seq_lens[segments] - batch.cu_seqlens_q[segments + 1] + begins
+    keys = np.stack([starts, segments] if alone else [part, lengths, ~fresh])
     order = np.lexsort(keys[::-1])
     edges = np.flatnonzero((np.diff(keys[:, order]) != 0).any(axis=0)) + 1
-    starts = batch.seq_lens[segments] - batch.cu_seqlens_q[segments + 1] + begins
     return [
         SequenceBatch(
             index,

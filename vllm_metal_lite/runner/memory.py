@@ -146,7 +146,9 @@ class _Sizing:
 
         left = self._usable(limit) - model.weight_bytes - peak
         most = self._most_owned(first)
-        if self._caches:  # room for idle prefixes, also if each layer has a window
+        if (
+            self.config.enable_prefix_caching
+        ):  # room for idle prefixes, also if each layer has a window
             most = config.max_num_seqs * self._blocks(self.max_model_len)
         num_state_slots = self._state_slots(left, most)
         left -= num_state_slots * model.state_bytes
@@ -164,7 +166,9 @@ class _Sizing:
             )
         # Blocks of a purely recurrent model hold no data; they only count tokens.
         num_blocks = bisect_right(range(most + 1), left, key=size) - 1
-        if self._caches and any(self._most_owned(g) < self._share(g) * num_blocks for g in others):
+        if self.config.enable_prefix_caching and any(
+            self._most_owned(g) < self._share(g) * num_blocks for g in others
+        ):
             asked = self._blocks(config.max_model_len or 0)
             fewer = bisect_right(range(most + 1), left * (1 - _IDLE_SHARE), key=size) - 1
             num_blocks = max(fewer, min(num_blocks, asked))
@@ -173,7 +177,7 @@ class _Sizing:
     def _with_idle_windows(self, groups: list[KVGroup], room: float) -> list[KVGroup]:
         """The groups, with windows of idle prefixes as far as `room` bytes hold them: at most one
         for each average request that the first group holds."""
-        if not self._caches or room <= 0:
+        if not self.config.enable_prefix_caching or room <= 0:
             return groups
         num_blocks = groups[0].num_blocks
         most = [
@@ -196,16 +200,12 @@ class _Sizing:
         config, seats, size = self.config, self.config.max_num_seqs, self.model.state_bytes
         if not size:
             return 0
-        if not self._caches:
+        if not self.config.enable_prefix_caching:
             return seats
         if config.state_cache_gib is not None:
             return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
         fitting = max(int((left - seats * size) * _CHECKPOINT_SHARE / size), 0)
         return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
-
-    @property
-    def _caches(self) -> bool:
-        return self.model.caches_prefixes(self.config)
 
     def _usable(self, limit: int) -> float:
         return limit * (self.config.memory_fraction or profile().memory_fraction)

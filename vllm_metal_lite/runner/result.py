@@ -7,9 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, ForwardBatch
 from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
@@ -37,7 +36,7 @@ class StepResult:
         pooled: mx.array | None = None,
         written: Sequence[mx.array] = (),
     ) -> None:
-        self.batch, self._output = batch, output
+        self.batch, self.output = batch, output
         self._prompt_logprobs, self._pooled = prompt_logprobs, pooled
         self.arrays = [] if output is None else [output.for_host, *(output.logprobs or ())]
         self.arrays += [*(prompt_logprobs or ()), *(() if pooled is None else (pooled,))]
@@ -85,14 +84,14 @@ class StepResult:
     @cached_property
     def _reported(self) -> np.ndarray:
         self.wait()
-        if self._output is None:  # without rows, or of a stage that samples nothing
+        if self.output is None:  # without rows, or of a stage that samples nothing
             return np.zeros(len(self.batch.sample_segments), np.int32)
-        return np.array(self._output.for_host)
+        return np.array(self.output.for_host)
 
     @cached_property
     def logprobs(self) -> Logprobs[np.ndarray] | None:
         self.wait()
-        return None if self._output is None else _to_host(self._output.logprobs)
+        return None if self.output is None else _to_host(self.output.logprobs)
 
     @cached_property
     def prompt_logprobs(self) -> Logprobs[np.ndarray] | None:
@@ -103,25 +102,6 @@ class StepResult:
     def pooled(self) -> np.ndarray | None:
         self.wait()
         return None if self._pooled is None else np.array(self._pooled)
-
-    def complete(self, step: Step) -> mx.array:
-        """(num_rows,) int32: the next step's token_ids; this step's tokens, still on the device,
-        replace UNKNOWN_TOKEN."""
-        batch, num_rows = step.batch, step.num_rows
-        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
-        if not len(unknown):
-            return step.token_ids
-        assert self._output is not None, "a token is unknown that this step does not sample"
-        seats, sampled = batch.req_indices[unknown], self._output.token_ids
-        own_seats = self.batch.sampled_seats
-        if len(unknown) == batch.num_tokens and np.array_equal(seats, own_seats):
-            behind = num_rows - len(unknown)
-            return mx.pad(sampled, (0, behind)) if behind else sampled
-        place = np.zeros(own_seats.max() + 1, np.int32)
-        place[own_seats] = np.arange(len(own_seats))
-        index = np.arange(num_rows, dtype=np.int32) + len(own_seats)
-        index[unknown] = place[seats]
-        return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
 
 
 def _to_host(arrays: Logprobs[mx.array] | None) -> Logprobs[np.ndarray] | None:

@@ -4,16 +4,23 @@ A kernel may fail while serving, because MLX compiles a kernel at its first laun
 sizes.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import select
-from vllm_metal_lite.kernels.launch import KernelError
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion
 from vllm_metal_lite.specs import AttentionShape
+
+# MLX has no type for this error.  The words must not match a compiler's messages about memory.
+_OUT_OF_MEMORY = re.compile(
+    r"malloc\]|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -63,3 +70,25 @@ class StepPath:
         path = replace(self, attention=attention, attention_reason=reason, verdict=verdict)
         fusion = self.fusion.without(path.failed_kernels) if path.uses_kernels else NO_FUSION
         return replace(path, fusion=fusion)
+
+
+def is_out_of_memory(error: Exception | str) -> bool:
+    return _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def kernel_at_fault(again: Callable[[], None]) -> KernelError | None:
+    """The error of the kernel that fails if a step's forward is built again, launch by launch.
+
+    again: builds the forward of the failed step.  None: no kernel is at fault, or memory ran out.
+    """
+    mx.synchronize()  # launches of the failed step may still run
+    try:
+        with one_by_one():
+            again()
+    except KernelError as e:
+        return None if is_out_of_memory(e.why) else e
+    except Exception:  # the error is not a kernel's
+        return None
+    finally:
+        mx.synchronize()  # the step's repetition writes the same rows
+    return None

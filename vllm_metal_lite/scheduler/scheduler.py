@@ -41,8 +41,7 @@ class Scheduler:
     """Holds every unfinished request and the blocks of the store.
 
     groups: the store's KV groups.  max_model_len: longest context, in tokens.  num_state_slots: of
-    recurrent states; 0 if the model keeps none.  shares_in_step: a request may start behind blocks
-    that another one computes in the same step.
+    recurrent states; 0 if the model keeps none.
     """
 
     def __init__(
@@ -51,11 +50,9 @@ class Scheduler:
         groups: Sequence[KVGroup],
         max_model_len: int,
         num_state_slots: int = 0,
-        shares_in_step: bool = True,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.shares_in_step = shares_in_step
         states = StateSlots(num_state_slots, config.max_num_seqs) if num_state_slots else None
         caching = config.enable_prefix_caching
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
@@ -187,11 +184,6 @@ class Scheduler:
         if self._states is not None:
             for checkpoint in output.checkpoints:  # requests of later steps may start there
                 self._states.name(checkpoint, output)
-        if not self.shares_in_step:
-            for segment in output.segments:
-                if segment.request.status is running:
-                    start, end = segment.num_computed, segment.known_end
-                    output.named += self.kv.name_blocks(segment.request, start, end)
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
             if request.status is running:
@@ -306,7 +298,7 @@ class Scheduler:
             if states is not None:
                 state = states.decode(request, start, out)
             out.segments.append(Segment(request, start, 1, new_blocks, state))
-            if (start + 1) % block_size == 0 and self.shares_in_step:
+            if (start + 1) % block_size == 0:
                 if request.token_ids[-1] == UNKNOWN_TOKEN:
                     self._unnamed.append((out, request))
                 else:
@@ -422,8 +414,7 @@ class Scheduler:
         out.total_num_scheduled_tokens += num_new_tokens
         again = min(end, request.num_computed_before) - start
         out.counts.recomputed_tokens += max(again, 0)
-        if self.shares_in_step:
-            out.named += self.kv.name_blocks(request, start, end)
+        out.named += self.kv.name_blocks(request, start, end)
         state = None
         if self._states is not None:
             state = self._states.slots_of_chunk(request, end, out)

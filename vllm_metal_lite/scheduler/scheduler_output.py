@@ -94,7 +94,7 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
     # (KV group, block) of the blocks named in this step.
     named: list[tuple[int, int]] = field(default_factory=list)
-    # `advance` names these, and also the blocks if requests of one step cannot share them.
+    # `advance` names these.
     checkpoints: list[Checkpoint] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
     has_drafts: bool = False

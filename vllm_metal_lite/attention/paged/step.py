@@ -6,25 +6,53 @@ from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import AttentionCall, Step
 from vllm_metal_lite.attention.paged.decodes import Decodes
-from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
 from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
-from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls, take_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
-from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
+
+
+class VarlenPrompts(NamedTuple):
+    """For `varlen_prefill`, or `latent_attention`: block_tables (S, W) per KV group, cu_seqlens_q
+    (S+1,), seq_lens (S,).
+
+    S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
+    heads per KV head -> the tiles of such layers.  repeats: see StepPlan.
+    """
+
+    block_tables: tuple[mx.array, ...]
+    cu_seqlens_q: mx.array
+    seq_lens: mx.array
+    tiles: dict[int, mx.array]
+    repeats: bool
+
+    def metadata(self, group: int, queries_per_kv: int) -> VarlenMetadata:
+        """The prompts for layers of a KV group with this number of query heads per KV head."""
+        tables, tiles = self.block_tables[group], self.tiles[queries_per_kv]
+        return VarlenMetadata(tables, self.cu_seqlens_q, self.seq_lens, tiles)
+
+
+class WholePrompt(NamedTuple):
+    """One prompt from its first token on: one "causal" call, whose shapes repeat.
+
+    slots: (num_rows,) int32 per KV group.  Padding repeats the first slot; no real row sees it.
+    """
+
+    slots: tuple[mx.array, ...]
+    repeats: bool = True
 
 
 class PagedPlan(NamedTuple):
@@ -48,16 +76,6 @@ class PagedPlan(NamedTuple):
     def repeats(self) -> bool:
         """See StepPlan."""
         return self.prompts is None or self.prompts.repeats
-
-    def num_logits(self, batch: ForwardBatch) -> int:
-        """The fewest rows that get logits, rounded so that shapes repeat: one per segment, terminal
-        or not, and more if prompts are scored."""
-        if not self.repeats:
-            return 1
-        first = self.num_decodes if self.prompts else 0
-        num_logits = first + power_of_two(batch.num_segments - first)
-        wanted = len(batch.logits_indices)
-        return num_logits if wanted <= num_logits else power_of_two(wanted)
 
 
 class KernelStepAttention:

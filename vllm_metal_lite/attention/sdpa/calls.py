@@ -7,7 +7,6 @@ long chunk read nearly the same keys: calls whose keys are spans of one segment 
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -149,16 +148,6 @@ class StepCalls:
         for slots, begins in joint_gathers(planned, profile().max_gathered_keys):
             cut = Joined([next(shapes) for _ in begins], begins)
             self.gathers.append((mx.array(slots), cut))
-
-
-class WholePrompt(NamedTuple):
-    """One prompt from its first token on: one "causal" call, whose shapes repeat.
-
-    slots: (num_rows,) int32 per KV group.  Padding repeats the first slot; no real row sees it.
-    """
-
-    slots: tuple[mx.array, ...]
-    repeats: bool = True
 
 
 class SdpaPlan:

@@ -173,7 +173,8 @@ class PagedLayerCache(PackedCache):
     def native(self, seqs: SequenceBatch) -> Any:
         if not self.steps.alone:
             raise NotImplementedError("a module that keeps K and V keeps a state too")
-        return rebuild(self.template, self.layer, self.attention.store, self.step.batch, seqs)
+        store, earlier = self.attention.store, self._written
+        return rebuild(self.template, self.layer, store, self.steps, seqs, earlier)
 
     def keep(self, seqs: SequenceBatch, native: Any) -> None:
         if native.written is not None:

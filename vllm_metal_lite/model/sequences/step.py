@@ -36,6 +36,8 @@ class SequenceStep:
         self.step, self.alone = step, alone
         self.batches = sequence_batches(step.batch, alone)
         self.states = BatchStates(state_store)
+        # For kv_segments.py, which computes the slots of a context once for all layers.
+        self.contexts: dict[tuple, tuple[mx.array, mx.array | None]] = {}
         self.rows = RowOrder(self.batches, step.num_rows)
 
     def to_sequences(self, x: mx.array, seqs: SequenceBatch) -> mx.array | int:

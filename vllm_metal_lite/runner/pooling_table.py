@@ -1,4 +1,8 @@
-"""Pooling requests: prompts that give their hidden states and draw no token."""
+"""Pooling requests: prompts that give their hidden states and draw no token.
+
+A step pools in three places: `extend` names the rows before the step, `pooled_sums` sums their
+hidden states on the device, and `take` makes the embeddings when the step has ended.
+"""
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -8,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch, PooledRows
 from vllm_metal_lite.pooling_params import PoolingParams
 
@@ -72,6 +77,17 @@ class PoolingTable:
             pooling.sum = value
             if batch.seq_lens[i] == count:
                 yield keys[i], _embedding(value / count if is_mean else value, pooling.params)
+
+
+def pooled_sums(rows: PooledRows, hidden: mx.array) -> mx.array:
+    """The sums of rows of hidden (N, 1, hidden_size), which the model's head sees: (Q, hidden_size)
+    float32.  N may include padding."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    first, end = rows.ranges[:, 0], rows.ranges[:, 1]
+    if (end - first == 1).all():
+        return hidden[mx.array(first)].astype(mx.float32)
+    parts = [hidden[a:b].astype(mx.float32).sum(axis=0) for a, b in rows.ranges.tolist()]
+    return mx.stack(parts)
 
 
 def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
