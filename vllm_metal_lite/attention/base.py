@@ -21,16 +21,26 @@ class StepPlan(Protocol):
     def repeats(self) -> bool: ...
 
 
+class StepPictures(NamedTuple):
+    """PictureRows on the device, padded to num_rows."""
+
+    rows: mx.array
+    features: mx.array
+    deep: tuple[mx.array, ...]
+    axes: mx.array | None
+
+
 class Step(NamedTuple):
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
-    token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
+    token_ids, positions: (num_rows,) int32; positions rotate the rows.  slot_mapping: (num_rows or more,) int32 per KV group.
     A padded row has position 0, slot -1, and any token.  Kernels skip slot -1; MLX writes to the
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
     plan: a StepPlan, of the attention path's own type.
     pools: the forward also gives hidden states.
+    pictures: None for a step without rows of pictures.
     """
 
     batch: ForwardBatch
@@ -42,6 +52,7 @@ class Step(NamedTuple):
     logits_indices: mx.array | None
     plan: Any
     pools: bool
+    pictures: StepPictures | None = None
 
 
 class AttentionCall(NamedTuple):

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, StepPlan
+from vllm_metal_lite.attention.base import Step, StepPictures, StepPlan
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import NO_FEATURE, PAD_SLOT, ForwardBatch, PictureRows
 
 
 def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
@@ -97,10 +97,26 @@ def make_step(
         batch=batch,
         num_rows=num_rows,
         token_ids=upload_padded(batch.token_ids, num_rows),
-        positions=upload_padded(batch.positions, num_rows),
+        positions=upload_padded(rotary_positions(batch), num_rows),
         slot_mapping=slot_mapping,
         num_live=mx.array([batch.num_tokens], mx.int32),
         logits_indices=logits_indices,
         plan=plan,
         pools=batch.pooled is not None,
+        pictures=None if batch.pictures is None else _on_device(batch.pictures, num_rows),
+    )
+
+
+def rotary_positions(batch: ForwardBatch) -> np.ndarray:
+    """(N,) int32, what rotates each row."""
+    return batch.positions if batch.rotary_positions is None else batch.rotary_positions
+
+
+def _on_device(pictures: PictureRows, num_rows: int) -> StepPictures:
+    axes = pictures.axes
+    return StepPictures(
+        rows=upload_padded(pictures.rows, num_rows, NO_FEATURE),
+        features=pictures.features,
+        deep=pictures.deep,
+        axes=None if axes is None else mx.stack([upload_padded(a, num_rows) for a in axes]),
     )

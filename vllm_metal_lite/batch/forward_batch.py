@@ -1,6 +1,7 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,9 @@ UNKNOWN_TOKEN = -1
 
 # In draft_token_ids: no draft follows this row.
 NO_DRAFT = -1
+
+# In PictureRows.rows: a row of text.
+NO_FEATURE = -1
 
 # The initial state slot of a segment that starts from zeros.
 EMPTY_SLOT = -1
@@ -44,6 +48,26 @@ class PooledRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureRows:
+    """The rows of a step that pictures change.
+
+    rows: (N,) int32, the row of the features that replaces a token's embedding, or NO_FEATURE.
+    features: (F, hidden_size), on the device, before the model scales embeddings.  deep: arrays of
+    the same rows, one for each of the first layers, which are added to the layer's result.
+    axes: (3, N) int32, positions for the rotation by time, row and column, or None: each row is
+    rotated by one position.
+    spans: (N, 2) int32, start and end of the positions that a row sees beside those before it, or
+    None: rows see only what comes before.
+    """
+
+    rows: np.ndarray
+    features: Any
+    deep: tuple[Any, ...] = ()
+    axes: np.ndarray | None = None
+    spans: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """S segments (one per request) packed into N rows, decode rows (segments of length 1) first.
 
@@ -66,6 +90,8 @@ class ForwardBatch:
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
     pooled: the rows that pooling requests read; None if the step has none.
+    rotary_positions: (N,) int32, what rotates each row, if that differs from `positions`.
+    pictures: None for a step without rows of pictures.
     """
 
     token_ids: np.ndarray
@@ -85,6 +111,8 @@ class ForwardBatch:
     checkpoints: np.ndarray
     draft_token_ids: np.ndarray
     pooled: PooledRows | None = None
+    rotary_positions: np.ndarray | None = None
+    pictures: PictureRows | None = None
 
     def slot_mapping(self, group: int = 0) -> np.ndarray:
         """(N,) int32, where the K and V of each row go: its place in the group's block table."""

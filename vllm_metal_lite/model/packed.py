@@ -4,12 +4,13 @@ While the model's code runs, the hooks of seam/hooks.py hand its attention to th
 """
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map
 
 from vllm_metal_lite.attention.base import Step, StepAttention
@@ -19,6 +20,7 @@ from vllm_metal_lite.model.calls import unwrap_call, wrap_call
 from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
+from vllm_metal_lite.model.seam.pictures import rotating_by_axes, with_features
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
 from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.model.sequences.step import SequenceStep, call_by_batches
@@ -95,7 +97,9 @@ class PackedModel:
         packs_states = bool(layout.states) and mode is Mode.PACKED
         self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows: _HeadRows | None = None  # while a packed forward is built
-        body = body_of(model)
+        # Set by a family that rotates pictures by their grid: the axis of each frequency.
+        self.axis_of_frequency = np.zeros(0, np.int32)
+        self._body = body = body_of(model)
         if body is not None:
             wrap_call(body, self._select_rows)
             self._wrapped.append(body)
@@ -131,7 +135,7 @@ class PackedModel:
         logits_indices: None selects all rows, padding included.  Hidden states: None if they
         cannot be read.
         """
-        sequences = None
+        sequences, step = None, attention.step
         if self.mode is not Mode.PACKED:
             alone = self.mode is Mode.BY_SEGMENT
             sequences = SequenceStep(attention.step, attention.store.states, alone)
@@ -150,8 +154,13 @@ class PackedModel:
         caches = tree_map(cache, self.layout.nodes)
         self._rows = rows = _HeadRows(logits_indices)
         try:
-            with building(hooks), fusion.building(attention.step):
-                logits = self.model(attention.step.token_ids[:, None], cache=caches)
+            with ExitStack() as stack:
+                if step.pictures is not None:
+                    hooks = [*hooks, *rotating_by_axes(step, self.axis_of_frequency)]
+                    stack.enter_context(with_features(self._body, step.pictures))
+                stack.enter_context(building(hooks))
+                stack.enter_context(fusion.building(step))
+                logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows = None
         for layer in layers:

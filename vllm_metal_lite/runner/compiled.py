@@ -58,7 +58,9 @@ class CompiledSteps:
     def build(self, step: Step, state: State) -> Result:
         """Build the forward of a step."""
         attention = self.attention.begin(step, state)
-        logits, hidden = self.model(attention, step.logits_indices, self.fusion)
+        # The rules of fusion know neither features nor three positions.
+        fusion = self.fusion if step.pictures is None else NO_FUSION
+        logits, hidden = self.model(attention, step.logits_indices, fusion)
         if not step.pools:
             return logits, [], attention.state
         if hidden is None:
@@ -67,7 +69,7 @@ class CompiledSteps:
 
     def __call__(self, step: Step, state: State) -> Result | None:
         """The result of `build`, by compiled code; None: the caller must `build` the step."""
-        if self.reason is not None or not step.plan.repeats:
+        if self.reason is not None or not step.plan.repeats or step.pictures is not None:
             return None
         # MLX keeps traces per thread.
         variant = threading.get_ident(), _variant_of(step[1:])

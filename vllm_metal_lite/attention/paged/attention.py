@@ -24,6 +24,7 @@ from vllm_metal_lite.attention.step_arrays import (
     make_step,
     pad_rows,
     prompts_of,
+    rotary_positions,
     upload_padded,
     upload_tables,
 )
@@ -90,7 +91,9 @@ class KernelAttention:
             prompts = self._plan_prompts(batch, first, num_rows - first)
         only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
         fused = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
-        positions = None if fused else upload_padded(batch.positions, max(num_rows, MIN_ELEMENTS))
+        positions = None if fused else upload_padded(
+            rotary_positions(batch), max(num_rows, MIN_ELEMENTS)
+        )
         recurrent = SegmentPlan.plan(batch, num_rows) if self.store.states.num_slots else None
         plan, num_logits = PagedPlan(decodes, prompts, positions, recurrent), 1
         if plan.repeats:  # one per segment, terminal or not; more if prompts are scored
