@@ -25,6 +25,7 @@ def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
         block_tables=batch.block_tables[:, first:],
         req_indices=batch.req_indices[first:],
         num_decodes=0,
+        pictures=batch.pictures and batch.pictures.from_row(rows.start),
     )
 
 
@@ -43,6 +44,11 @@ def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
         block_tables=batch.block_tables[:, segment],
         req_indices=batch.req_indices[segment],
     )
+
+
+def has_spans(batch: ForwardBatch) -> bool:
+    """Whether some rows see later rows, of the same picture."""
+    return batch.pictures is not None and batch.pictures.spans is not None
 
 
 def as_decodes(batch: ForwardBatch) -> ForwardBatch:

@@ -1,6 +1,6 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class PictureRows:
     axes: (3, N) int32, positions for the rotation by time, row and column, or None: each row is
     rotated by one position.
     spans: (N, 2) int32, start and end of the positions that a row sees beside those before it, or
-    None: rows see only what comes before.
+    None: rows see only what comes before.  only_windowed: only layers with a window see spans.
     """
 
     rows: np.ndarray
@@ -65,6 +65,15 @@ class PictureRows:
     deep: tuple[Any, ...] = ()
     axes: np.ndarray | None = None
     spans: np.ndarray | None = None
+    only_windowed: bool = False
+
+    def spans_of(self, window: int | None) -> np.ndarray | None:
+        """The spans that rows of a layer with this window see."""
+        return None if self.only_windowed and window is None else self.spans
+
+    def from_row(self, first: int) -> "PictureRows":
+        """Those of the rows from `first` on, for attention."""
+        return self if self.spans is None else replace(self, spans=self.spans[first:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ class Layer(nn.Module):
     def attend(self, x: mx.array, rotation: mx.array | None) -> mx.array:
         config = self.config
         q, k, v = (
-            f(x).reshape(len(x), config.num_heads, config.head_dim) for f in (self.q, self.k, self.v)
+            f(x).reshape(len(x), config.num_heads, config.head_dim)
+            for f in (self.q, self.k, self.v)
         )
         scale = config.head_dim**-0.5
         if config.sandwich:

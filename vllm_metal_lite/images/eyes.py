@@ -12,7 +12,8 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.images.families import Family, Prepared, preprocess
 from vllm_metal_lite.images.pictures import Picture
-from vllm_metal_lite.images.towers import Features, Tower, Weights, build
+from vllm_metal_lite.images.towers import Tower, Weights, build
+from vllm_metal_lite.runner.picture_table import Features
 
 T = TypeVar("T")
 
@@ -112,7 +113,9 @@ def read_tower(family: Family, folder: Path, config: Mapping[str, Any]) -> Tower
     tensors: Weights = {}
     for path in sorted(folder.glob("*.safetensors")):
         loaded = mx.load(str(path))  # lazy: only the headers are read
-        tensors |= {name: t for name, t in loaded.items() if name.startswith(family.tower.all_prefixes())}
+        tensors |= {
+            name: t for name, t in loaded.items() if name.startswith(family.tower.all_prefixes())
+        }
     if not tensors:
         raise ValueError("its folder has no weights of the vision tower")
     return build(family.tower, config, tensors)

@@ -108,7 +108,9 @@ def preprocess(family: Family, processor: Any, picture: Picture) -> Prepared:
 
 
 def _qwen(config: Config) -> Family:
-    merge, frames = (config["vision_config"][f"{x}_size"] for x in ("spatial_merge", "temporal_patch"))
+    merge, frames = (
+        config["vision_config"][f"{x}_size"] for x in ("spatial_merge", "temporal_patch")
+    )
 
     def prepare(found: Mapping[str, np.ndarray]) -> Prepared:
         _, height, width = found["image_grid_thw"][0].tolist()

@@ -6,24 +6,18 @@ A tower is built from config.json, and its weights are renamed to the names here
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.images.encoder import Encoder, EncoderConfig, gelu, gelu_tanh
+from vllm_metal_lite.runner.picture_table import Features
 
 Config = Mapping[str, Any]
 # Tensors by name.
 Weights = dict[str, mx.array]
-
-
-class Features(NamedTuple):
-    """rows: (R, hidden_size).  deep: rows to add after each of the first layers (DeepStack)."""
-
-    rows: mx.array
-    deep: list[mx.array]
 
 
 class Tower(nn.Module):
@@ -126,7 +120,7 @@ class QwenTower(Tower):
         angles = np.concatenate([rows[:, None] * freqs, columns[:, None] * freqs], axis=1)
         x, deep = self.encoder(x, mx.array(angles[:, None].astype(np.float32)), self.deep_layers)
         mergers = zip(self.deep_mergers, deep, strict=True)
-        return Features(self.merger(x), [merger(h) for merger, h in mergers])
+        return Features(self.merger(x), tuple(merger(h) for merger, h in mergers))
 
     def _positions(self, rows: np.ndarray, columns: np.ndarray, grid: tuple[int, int]) -> mx.array:
         """The learned positions, a square, interpolated for a grid."""
@@ -212,7 +206,7 @@ class SiglipTower(Tower):
         x = self.post_layernorm(x)
         n, k = self.side // self.kernel, self.kernel
         pooled = x.reshape(n, k, n, k, -1).mean(axis=(1, 3)).reshape(n * n, -1)
-        return Features(self.soft_norm(pooled) @ self.projection, [])
+        return Features(self.soft_norm(pooled) @ self.projection)
 
 
 def flatten_conv2d(weight: mx.array) -> mx.array:
@@ -281,7 +275,7 @@ class PixtralTower(Tower):
             # A merged row has all values of one channel together.
             x = x.transpose(0, 2, 4, 1, 3).reshape(height * width // m**2, -1)
             x = self.merging(x)
-        return Features(self.linear_2(gelu(self.linear_1(x))), [])
+        return Features(self.linear_2(gelu(self.linear_1(x))))
 
 
 class Gemma4Tower(Tower):
@@ -345,7 +339,7 @@ class Gemma4Tower(Tower):
         x = (pooled.reshape(-1, self.size) * self.size**0.5).astype(x.dtype)
         if "std_bias" in self:
             x = (x - self.std_bias) * self.std_scale
-        return Features(self.projection(mx.fast.rms_norm(x, None, self.eps)), [])
+        return Features(self.projection(mx.fast.rms_norm(x, None, self.eps)))
 
 
 class Gemma4Embedder(Tower):
@@ -369,7 +363,7 @@ class Gemma4Embedder(Tower):
         rows, columns = np.divmod(np.arange(len(patches)), grid[1])
         x = self.patch_ln2(self.embed(self.patch_ln1(patches.astype(self.embed.weight.dtype))))
         x = x + self.pos_embedding[mx.array(columns), 0] + self.pos_embedding[mx.array(rows), 1]
-        return Features(self.projection(mx.fast.rms_norm(self.pos_norm(x), None, self.eps)), [])
+        return Features(self.projection(mx.fast.rms_norm(self.pos_norm(x), None, self.eps)))
 
 
 def rope_theta(vision: Config, default: float) -> float:
@@ -411,7 +405,9 @@ def renamed(kind: type[Tower], tensors: Weights) -> Weights:
         parts = [(rest, tensor)]
         if ".attn.qkv." in rest:
             split = mx.split(tensor, 3)
-            parts = [(rest.replace(".qkv.", f".{x}."), t) for x, t in zip("qkv", split, strict=True)]
+            parts = [
+                (rest.replace(".qkv.", f".{x}."), t) for x, t in zip("qkv", split, strict=True)
+            ]
         for rest, tensor in parts:
             for pattern, replacement in kind.names:
                 rest = re.sub(pattern, replacement, rest)

@@ -31,6 +31,7 @@ class PlacedPictures:
     axes: (3, num_tokens) int32 positions for the rotation, and `delta`, which rotates later tokens:
     position + delta.  None and 0: the position rotates each token.
     spans: (start, end) of the positions that see each other, for each picture; empty: none do.
+    only_windowed: only in layers with a window.
     """
 
     pictures: tuple[Any, ...]
@@ -40,6 +41,7 @@ class PlacedPictures:
     axes: np.ndarray | None = None
     delta: int = 0
     spans: tuple[tuple[int, int], ...] = ()
+    only_windowed: bool = False
 
     def extra_name(self, start: int, end: int) -> bytes:
         """What the name of a block of tokens [start, end) needs beside the tokens: the digests of
@@ -75,7 +77,7 @@ class PictureTable:
         axes = np.broadcast_to(rotary, (3, len(rotary))).copy()
         spans = np.stack([positions, positions + 1], axis=1)
         rows, features = np.full(len(positions), NO_FEATURE, np.int32), list[Features]()
-        num_features = 0
+        num_features, only_windowed = 0, False
         for key, (first, end) in zip(keys, pairwise(batch.cu_seqlens_q.tolist()), strict=True):
             if (placed := self._placed.get(key)) is None:
                 continue
@@ -95,6 +97,7 @@ class PictureTable:
             for i in range(used[0], used[1] + 1):
                 features.append(self._look(placed.pictures[i]))
                 num_features += len(features[-1].rows)
+                only_windowed = placed.only_windowed
                 if placed.spans:
                     within = (at >= placed.spans[i][0]) & (at < placed.spans[i][1])
                     spans[part][within] = placed.spans[i]
@@ -109,6 +112,7 @@ class PictureTable:
             tuple(map(mx.concatenate, zip(*(f.deep for f in features), strict=True))),
             axes if has_axes else None,
             spans if (spans[:, 1] > positions + 1).any() else None,
+            only_windowed,
         )
         # Models with inputs of each layer by token (Gemma 4) take token 0 for pictures.
         return replace(batch, token_ids=np.where(rows >= 0, 0, batch.token_ids), pictures=found)

@@ -21,6 +21,7 @@ from vllm_metal_lite.attention.paged.step import (
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.step_arrays import (
+    has_spans,
     make_step,
     pad_rows,
     prompts_of,
@@ -91,8 +92,8 @@ class KernelAttention:
             prompts = self._plan_prompts(batch, first, num_rows - first)
         only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
         fused = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
-        positions = None if fused else upload_padded(
-            rotary_positions(batch), max(num_rows, MIN_ELEMENTS)
+        positions = (
+            None if fused else upload_padded(rotary_positions(batch), max(num_rows, MIN_ELEMENTS))
         )
         recurrent = SegmentPlan.plan(batch, num_rows) if self.store.states.num_slots else None
         plan, num_logits = PagedPlan(decodes, prompts, positions, recurrent), 1
@@ -118,6 +119,8 @@ class KernelAttention:
         host.  Sizes of several prompts rarely repeat.  Decodes with drafts count as prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
+        if has_spans(prompts):
+            return SdpaPlan(prompts, num_rows)  # kernels read only what comes before a row
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
         small = delays and num_rows <= device.small_rows
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))

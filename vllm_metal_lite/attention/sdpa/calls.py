@@ -127,6 +127,9 @@ class DeviceCall:
         visible = kv_pos <= q_pos
         if self.window is not None:
             visible = visible & (kv_pos > q_pos - self.window)
+        if (sees := on_device(self.host.sees)) is not None:
+            begin, end = sees[:, :, :1], sees[:, :, 1:]
+            visible = visible | ((kv_pos >= begin) & (kv_pos < end))
         if segments is not None:
             visible = visible & (segments[:, :, None] == segments[:, None, first:])
         return visible[:, None]
@@ -169,8 +172,11 @@ class SdpaPlan:
             None if limit is not None and limit >= longest else limit
             for limit in (call.scores.window, call.attention_chunk)
         )
+        pictures = self.batch.pictures
+        spans = None if pictures is None else pictures.spans_of(call.scores.window)
         key = kv_group, window, chunk, unfused
-        if key not in self._plans:
-            planned = CallPlanner(self.batch, *key).calls()
-            self._plans[key] = StepCalls(planned, window, self.num_rows)
-        return self._plans[key]
+        by_layer = *key, spans is None
+        if by_layer not in self._plans:
+            planned = CallPlanner(self.batch, *key, spans).calls()
+            self._plans[by_layer] = StepCalls(planned, window, self.num_rows)
+        return self._plans[by_layer]

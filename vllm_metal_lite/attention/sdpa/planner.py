@@ -42,7 +42,8 @@ class HostCall:
     "causal" (lower right) or "array", which is made from q_pos (B, Lq), kv_pos (B, Lk) and, in a
     pack, segments (the same for rows and keys).  num_visible: leading keys that every row sees, or
     0 if these are fewer than half.  span: the segment and the first position of the keys, if the
-    keys are consecutive keys of one segment.
+    keys are consecutive keys of one segment.  sees (B, Lq, 2): start and end of the keys that a row
+    sees beside those that its position and the window allow; None: no others.
     """
 
     q_rows: np.ndarray
@@ -53,6 +54,7 @@ class HostCall:
     num_visible: int = 0
     segments: np.ndarray | None = None
     span: tuple[int, int] | None = None
+    sees: np.ndarray | None = None
 
 
 def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
@@ -89,6 +91,7 @@ class CallPlanner:
     key_grain: keys of a padded batch are padded to a multiple of it.
     fused_rows: without a window, a segment of at least this many rows is a causal call of its own;
     max_scores and key_grain do not apply.
+    spans: (N, 2), PictureRows.spans; None if rows of this layer see only what comes before.
     """
 
     def __init__(
@@ -98,11 +101,13 @@ class CallPlanner:
         window: int | None,
         attention_chunk: int | None,
         unfused: Unfused | None,
+        spans: np.ndarray | None = None,
     ) -> None:
         device = profile()
         self.batch = split_at_chunks(batch, attention_chunk) if attention_chunk else batch
         self.q_lens = np.diff(self.batch.cu_seqlens_q)
         self.kv_group, self.window, self.attention_chunk = kv_group, window, attention_chunk
+        self.spans = spans
         self.tile, self.call_cost = device.sdpa_tile, device.sdpa_call_cost
         self.max_scores, self.key_grain, self.fused_rows = _UNLIMITED, 1, _UNLIMITED
         if unfused is not None:
@@ -111,7 +116,8 @@ class CallPlanner:
 
     def calls(self) -> list[HostCall]:
         """The calls, in the order of their first rows."""
-        own_call = (self.q_lens >= self.fused_rows) & (self.window is None)
+        causal = self.window is None and self.spans is None
+        own_call = (self.q_lens >= self.fused_rows) & causal
         tiles = self._tiles(np.flatnonzero(own_call), _UNLIMITED)
         calls = [self._padded(tiles[np.array([i])], 1) for i in range(len(tiles))]
         whole = (self.q_lens == self.batch.seq_lens) & (self.q_lens > 1) & ~own_call
@@ -157,6 +163,10 @@ class CallPlanner:
             kv_start = np.maximum(kv_end - rows + 1 - window, 0)
         if chunk is not None:
             kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
+        if self.spans is not None:
+            seen = [self.spans[row : row + n] for row, n in zip(start[index] + first, rows)]
+            kv_start = np.minimum(kv_start, [part[:, 0].min() for part in seen])
+            kv_end = np.maximum(kv_end, [part[:, 1].max() for part in seen])
         return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
     def _group_by_shape(self, tiles: Tiles) -> tuple[int, list[np.ndarray]]:
@@ -203,6 +213,7 @@ class CallPlanner:
         block, offset = np.divmod(position, self.batch.block_size)
         blocks = self.batch.block_tables[self.kv_group, tiles.segment[:, None], block]
         in_window = self.window is None or bool((tiles.kv_end <= self.window).all())
+        in_window = in_window and self.spans is None
         uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
         square = (q_lens == kv_lens).all() and row.shape[1] == len(key)
         if uniform and q_lens[0] == 1:
@@ -220,6 +231,7 @@ class CallPlanner:
             mask=mask,
             num_visible=num_visible if 2 * num_visible >= len(key) else 0,
             span=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
+            sees=None if self.spans is None else self.spans[q_rows],
         )
 
     def _packed(self, pack: np.ndarray) -> HostCall:
@@ -228,7 +240,8 @@ class CallPlanner:
         rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
         segments = np.repeat(pack, self.q_lens[pack]).astype(np.int32)[None]
         positions, slots = self.batch.positions[rows], self.batch.slot_mapping(self.kv_group)[rows]
-        return HostCall(rows, slots, positions, positions, "array", segments=segments)
+        sees = None if self.spans is None else self.spans[rows]
+        return HostCall(rows, slots, positions, positions, "array", segments=segments, sees=sees)
 
 
 def split_packs(segments: np.ndarray, q_lens: np.ndarray, cap: int) -> list[np.ndarray]:
