@@ -14,6 +14,8 @@ from vllm_metal_lite.backend import mx
 
 Activation = Callable[[mx.array], mx.array]
 gelu, gelu_tanh = nn.gelu, nn.gelu_approx
+# By the names of transformers.
+ACTIVATIONS = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": nn.silu}
 
 
 @dataclass(frozen=True)

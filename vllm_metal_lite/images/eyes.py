@@ -93,6 +93,8 @@ class Eyes:
         found = self._kept.get(picture.digest)
         if found is None:
             found = self.tower(self._normalised(picture.patches), picture.grid)
+            rows = found.rows.astype(mx.float32) / self.processor.family.embed_scale
+            found = found._replace(rows=rows.astype(found.rows.dtype))
             mx.eval(found)
             num_bytes = sum(a.nbytes for a in (found.rows, *found.deep))
             self._kept.put(picture.digest, found, num_bytes)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import RequestError, one_line
 from vllm_metal_lite.images.pictures import Picture
 from vllm_metal_lite.images.towers import (
@@ -61,6 +62,7 @@ class Family:
     rotates_by_grid: whether rows are rotated by their place in the picture (M-RoPE).
     sees_whole_picture: whether rows of a picture see later rows of it: in "all" layers, in those
     with a "sliding" window, or in none ("").
+    embed_scale: what the model multiplies embeddings by; its features are divided by it.
     """
 
     tower: type[Tower]
@@ -71,6 +73,7 @@ class Family:
     text_of: Callable[[Prepared], str]
     rotates_by_grid: bool = False
     sees_whole_picture: str = ""
+    embed_scale: float = 1.0
 
 
 def find_family(config: Config) -> Family | None:
@@ -154,6 +157,8 @@ def _gemma3(config: Config) -> Family:
         prepare,
         text_of,
         sees_whole_picture="all",
+        # mlx-lm rounds it to bfloat16.
+        embed_scale=mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).item(),
     )
 
 
@@ -205,6 +210,7 @@ def _gemma4(config: Config, tower: type[Tower] = Gemma4Tower) -> Family:
         prepare,
         text_of,
         sees_whole_picture="sliding" if sees else "",
+        embed_scale=config["text_config"]["hidden_size"] ** 0.5,
     )
 
 

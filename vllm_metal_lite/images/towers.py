@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.encoder import Encoder, EncoderConfig, gelu, gelu_tanh
+from vllm_metal_lite.images.encoder import ACTIVATIONS, Encoder, EncoderConfig, gelu, gelu_tanh
 from vllm_metal_lite.runner.picture_table import Features
 
 Config = Mapping[str, Any]
@@ -159,9 +159,10 @@ class GemmaNorm(nn.Module):
 class SiglipTower(Tower):
     """Gemma 3: a picture is always a square of one size, and gives mm_tokens_per_image rows."""
 
-    prefixes = ("model.vision_tower.vision_model.", "vision_tower.vision_model.")
+    prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")
     names = (
+        (r"^vision_model\.", ""),
         (r"^embeddings\.patch_embedding\.", "embed."),
         (r"^embeddings\.position_embedding\.weight", "positions"),
         (r"\.self_attn\.out_proj\.", ".o."),
@@ -219,9 +220,10 @@ def flatten_conv2d(weight: mx.array) -> mx.array:
 class PixtralTower(Tower):
     """Pixtral and Mistral 3, which also joins merge x merge neighbouring patches to one row."""
 
-    prefixes = ("model.vision_tower.", "vision_tower.vision_model.", "vision_tower.")
+    prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")
     names = (
+        (r"^vision_model\.", ""),
         (r"^patch_conv\.", "embed."),
         (r"^transformer\.", "encoder."),
         (r"\.attention\.([qkvo])_proj\.", r".\1."),
@@ -248,7 +250,7 @@ class PixtralTower(Tower):
                 vision["num_hidden_layers"],
                 heads,
                 self.head_dim,
-                nn.silu,
+                ACTIVATIONS[vision.get("hidden_act", "gelu")],
                 vision.get("rms_norm_eps", 1e-5),
                 gated=True,
             )
