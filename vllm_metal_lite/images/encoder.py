@@ -16,6 +16,8 @@ Activation = Callable[[mx.array], mx.array]
 gelu, gelu_tanh = nn.gelu, nn.gelu_approx
 # By the names of transformers.
 ACTIVATIONS = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": nn.silu}
+# The widths of heads for which MLX's SDPA is one kernel.
+FUSED_WIDTHS = (64, 80, 128)
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,12 @@ class Layer(nn.Module):
             v, scale = mx.fast.rms_norm(v, None, config.eps), 1.0
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        q, k, v = (a.swapaxes(0, 1)[None] for a in (q, k, v))
+        # Zeros change no score and no value, and MLX keeps no scores in memory for these widths.
+        width = next((w for w in FUSED_WIDTHS if w >= config.head_dim), config.head_dim)
+        pad = [(0, 0), (0, 0), (0, width - config.head_dim)]
+        q, k, v = (mx.pad(a, pad).swapaxes(0, 1)[None] for a in (q, k, v))
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
-        return self.o(out[0].swapaxes(0, 1).reshape(len(x), -1))
+        return self.o(out[0].swapaxes(0, 1)[..., : config.head_dim].reshape(len(x), -1))
 
 
 class Encoder(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.families import Family, Prepared, preprocess
+from vllm_metal_lite.images.families import Family, Prepared, completed, preprocess
 from vllm_metal_lite.images.pictures import Picture
 from vllm_metal_lite.images.towers import Tower, Weights, build
 from vllm_metal_lite.runner.picture_table import Features
@@ -120,4 +120,4 @@ def read_tower(family: Family, folder: Path, config: Mapping[str, Any]) -> Tower
         }
     if not tensors:
         raise ValueError("its folder has no weights of the vision tower")
-    return build(family.tower, config, tensors)
+    return build(family.tower, completed(config), tensors)

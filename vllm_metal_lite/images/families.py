@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import AutoConfig
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import RequestError, one_line
@@ -84,11 +85,25 @@ def find_family(config: Config) -> Family | None:
         raise RequestError(f"pictures are not served for {kind}: {NOT_SERVED[kind]}")
     if kind not in _FAMILIES or not has_tower(config):
         return None
-    return _FAMILIES[kind](config)
+    return _FAMILIES[kind](completed(config))
+
+
+def completed(config: Config) -> Config:
+    """config.json with the defaults of transformers, which files may leave out."""
+    kind, own = (
+        str(config.get("model_type")),
+        {k: v for k, v in config.items() if k != "model_type"},
+    )
+    try:
+        full = AutoConfig.for_model(kind, **own).to_dict()
+    except Exception:  # an unknown model, or a field that this version refuses
+        return config
+    parts = ("text_config", "vision_config")
+    return full | config | {name: (full.get(name) or {}) | config.get(name, {}) for name in parts}
 
 
 def has_tower(config: Config) -> bool:
-    return isinstance(config.get("vision_config") or config.get("vision_tower"), Mapping)
+    return isinstance(config.get("vision_config"), Mapping)
 
 
 def preprocess(family: Family, processor: Any, picture: Picture) -> Prepared:

@@ -390,7 +390,7 @@ def build(kind: type[Tower], config: Config, tensors: Weights) -> Tower:
     weights = renamed(kind, tensors)
     if "embed.weight" in weights:
         weights["embed.weight"] = kind.flatten(weights["embed.weight"])
-    quantise(tower, weights, config)
+    quantise(tower, weights, (config.get("quantization") or {}).get("mode", "affine"))
     tower.load_weights(list(weights.items()))
     tower.eval()
     return tower
@@ -417,12 +417,12 @@ def renamed(kind: type[Tower], tensors: Weights) -> Weights:
     return out
 
 
-def quantise(tower: Tower, weights: Weights, config: Config) -> None:
-    """Make the layers quantised whose weights are."""
-    how = config.get("quantization") or {}
-
-    def is_quantised(path: str, module: nn.Module) -> bool:
-        return f"{path}.scales" in weights
-
-    if any(name.endswith(".scales") for name in weights):
-        nn.quantize(tower, how["group_size"], how["bits"], class_predicate=is_quantised)
+def quantise(tower: Tower, weights: Weights, mode: str) -> None:
+    """Make the layers quantised whose weights are; group size and bits follow from the shapes."""
+    for path, layer in tower.named_modules():
+        scales, weight = weights.get(f"{path}.scales"), weights.get(f"{path}.weight")
+        if scales is None or weight is None:
+            continue
+        inputs = layer.weight.shape[-1]
+        size, bits = inputs // scales.shape[-1], 32 * weight.shape[-1] // inputs
+        nn.quantize(tower, size, bits, mode, class_predicate=lambda p, _, path=path: p == path)

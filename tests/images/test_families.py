@@ -1,0 +1,182 @@
+"""What each family makes of a picture: patches as transformers' processors cut them, the text that
+stands for the picture, and the positions of its rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoImageProcessor
+
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.images.eyes import Processor
+from vllm_metal_lite.images.families import NOT_SERVED, Family, Prepared, find_family
+from vllm_metal_lite.images.pictures import picture_of
+from vllm_metal_lite.images.positions import axes, axis_of_frequency
+from vllm_metal_lite.images.prompts import expand, place
+
+QWEN = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
+QWEN |= {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+QWEN |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+SQUARE = {"size": {"height": 896, "width": 896}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+# Name -> config.json, preprocessor_config.json, and the class there.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "qwen3_vl": ({"image_token_id": 7}, QWEN, "Qwen2VLImageProcessorFast"),
+    "qwen3_5": ({"image_token_id": 7}, QWEN, "Qwen2VLImageProcessorFast"),
+    "gemma3": (
+        {"vision_config": {"patch_size": 14, "image_size": 896}},
+        SQUARE,
+        "Gemma3ImageProcessor",
+    ),
+    "gemma4": (
+        {"text_config": {"use_bidirectional_attention": "vision"}},
+        {},
+        "Gemma4ImageProcessor",
+    ),
+    "mistral3": (
+        {"image_token_index": 10, "spatial_merge_size": 2, "vision_config": {"patch_size": 14}},
+        {"patch_size": 28, "size": {"longest_edge": 1540}},
+        "PixtralImageProcessor",
+    ),
+    "pixtral": (
+        {"image_token_index": 10, "vision_config": {"patch_size": 16}},
+        {"patch_size": 16, "size": {"longest_edge": 1024}},
+        "PixtralImageProcessor",
+    ),
+}
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    return {"model_type": kind, "vision_config": {}, "text_config": {}} | FAMILIES[kind][0]
+
+
+def family_of(kind: str) -> Family:
+    family = find_family(config_of(kind))
+    assert family is not None
+    return family
+
+
+def picture(height: int, width: int) -> Any:
+    rng = np.random.default_rng(height * width)
+    return picture_of(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def unit(family: Family, merged: tuple[int, int], name: bytes = b"") -> Prepared:
+    return Prepared(np.zeros((1, 3), np.uint8), (1, 1), merged, name)
+
+
+@pytest.mark.parametrize("size", [(300, 500), (64, 700), (33, 41), (1000, 1000)])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_patches_are_those_of_transformers(
+    kind: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    """In their values after scaling: transformers scales before it cuts, and in another order."""
+    _, settings, name = FAMILIES[kind]
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": name} | settings)
+    )
+    processor, oracle = Processor(family_of(kind), tmp_path), AutoImageProcessor
+    mine = processor(picture(*size))
+    theirs = oracle.from_pretrained(tmp_path)(images=[picture(*size).rgb], return_tensors="np")
+    pixels = theirs["pixel_values"][0] if kind[:4] != "qwen" else theirs["pixel_values"]
+    if kind[:4] == "qwen":  # two equal frames
+        pixels = pixels.reshape(len(pixels), 3, 2, -1)[:, :, 0].reshape(len(pixels), -1)
+    elif kind == "gemma4":
+        pixels = pixels[theirs["image_position_ids"][0, :, 0] >= 0]
+        assert mine.num_rows == theirs["num_soft_tokens_per_image"][0]
+    else:
+        _, height, width = pixels.shape
+        p = height // mine.grid[0]
+        cut = pixels.reshape(3, height // p, p, width // p, p).transpose(1, 3, 0, 2, 4)
+        pixels = cut.reshape(len(mine.patches), -1)
+    scale, offset = (a[:, None] for a in processor.scale_and_offset)
+    values = mine.patches.reshape(len(mine.patches), 3, -1) * scale - offset
+    np.testing.assert_allclose(values.reshape(pixels.shape), pixels, atol=1e-6)
+
+
+def test_a_picture_is_prepared_once(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN))
+    processor = Processor(family_of("qwen3_vl"), tmp_path)
+    assert processor(picture(90, 60)) is processor(picture(90, 60))
+
+
+def test_a_picture_that_is_too_narrow_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN))
+    processor = Processor(family_of("qwen3_vl"), tmp_path)
+    with pytest.raises(RequestError, match=r"a picture of 2010 x 10 pixels: .*ratio"):
+        processor(picture(10, 2010))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("qwen3_vl", "<|image_pad|>" * 6),
+        ("gemma4", "<|image>" + "<|image|>" * 6 + "<image|>"),
+        ("mistral3", "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"),
+        (
+            "gemma3",
+            "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n",
+        ),
+    ],
+)
+def test_the_text_of_a_picture(kind: str, text: str) -> None:
+    family = family_of(kind)
+    prompt = f"a {family.placeholder} b"
+    assert expand(prompt, family, [unit(family, (2, 3))]) == f"a {text} b"
+
+
+def test_pictures_are_placed_in_order() -> None:
+    family = family_of("qwen3_vl")
+    pictures = [unit(family, (2, 3), b"A"), unit(family, (1, 2), b"B")]
+    tokens = [1, *[7] * 6, 2, 3, *[7] * 2, 4]
+    placed = place(tokens, family, pictures)
+    assert placed.rows.tolist() == [1, 2, 3, 4, 5, 6, 9, 10]
+    assert placed.ends.tolist() == [6, 8]
+    names = [placed.extra_name(at, at + 2) for at in range(0, 12, 2)]
+    assert names == [b"A", b"A", b"A", b"A", b"B", b"B"]
+    assert placed.extra_name(7, 9) == b""
+    assert placed.extra_name(0, 12) == b"AB"
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_a_prompt_must_have_a_place_for_each_picture(num_places: int) -> None:
+    family = family_of("qwen3_vl")
+    pictures = [unit(family, (1, 1)), unit(family, (1, 1))]
+    prompt = family.placeholder * num_places
+    if num_places > len(pictures):
+        with pytest.raises(RequestError, match="has 3 places for pictures .* 2 pictures"):
+            expand(prompt, family, pictures)
+    with pytest.raises(RequestError, match=f"has {num_places} image tokens .* have 2 rows"):
+        place([7] * num_places, family, pictures)
+
+
+def test_positions_of_rows() -> None:
+    """Text counts on all axes; a picture of 2 x 3 rows turns the text behind it by 3, not 6."""
+    positions, delta = axes(10, [2], [(2, 3)])
+    assert positions.T.tolist() == [
+        [0, 0, 0],
+        [1, 1, 1],
+        *[[2, 2 + row, 2 + column] for row in range(2) for column in range(3)],
+        [5, 5, 5],
+        [6, 6, 6],
+    ]
+    assert delta == -3
+
+
+def test_frequencies_take_turns_among_the_axes() -> None:
+    assert axis_of_frequency(8, [3, 3, 2]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert axis_of_frequency(8, [6, 1, 1]).tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+
+
+def test_models_whose_pictures_are_not_served_say_why() -> None:
+    for kind, reason in NOT_SERVED.items():
+        with pytest.raises(RequestError, match=f"not served for {kind}: {reason}"):
+            find_family({"model_type": kind, "vision_config": {"depth": 1}})
+        assert find_family({"model_type": kind}) is None  # its text alone
+
+
+@pytest.mark.parametrize("config", [{"model_type": "qwen3"}, {"model_type": "qwen3_vl"}])
+def test_a_model_without_a_tower_has_no_family(config: dict[str, Any]) -> None:
+    assert find_family(config) is None
