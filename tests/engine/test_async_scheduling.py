@@ -179,7 +179,7 @@ def test_tokens_are_waited_for_when_somebody_must_be_preempted():
     engine, _ = running(num_blocks=5, max_tokens=9)
     while engine.in_flight.outputs[0].segments[0].num_computed < 7:
         assert not engine.scheduler.may_preempt()
-        engine._finish(*engine.in_flight.finish())
+        engine._finish(engine.in_flight.finish())
         launch(engine)
         engine.in_flight.advance()
     assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one

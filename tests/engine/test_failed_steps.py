@@ -126,16 +126,18 @@ def test_a_lost_device_ends_all_requests():
 
 
 @pytest.mark.parametrize("count", [1, 6])
-def test_a_failure_that_does_not_repeat_ends_nobody(count):
+@pytest.mark.parametrize("place", ["launch", "before it"])
+def test_a_failure_that_does_not_repeat_ends_nobody(count, place):
     engine = engine_of()
-    execute, numbers = engine.runner.execute, iter(range(1000))
+    part, name = (engine.runner, "execute") if place == "launch" else (engine.inputs, "add")
+    work, numbers = getattr(part, name), iter(range(1000))
 
     def fail_at_times(*args):
         if next(numbers) % 60 == 3:
             raise Fault("the forward failed")
-        return execute(*args)
+        return work(*args)
 
-    engine.runner.execute = fail_at_times
+    setattr(part, name, fail_at_times)
     check(engine, {}, PROMPTS[:count], n=40)
 
 

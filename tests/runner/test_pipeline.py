@@ -31,6 +31,7 @@ class Bench(RunnerBench):
         scheduled = self.inputs.num_tokens[self.rows] - self.computed
         batch = self.inputs.pack(self.rows, self.computed, scheduled)
         self.computed = self.computed + scheduled
+        self.pipeline.begin(None)
         return self.pipeline.launch(batch)
 
     @property

@@ -28,7 +28,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner, optional_module
 from vllm_metal_lite.runner.memory import size_store
-from vllm_metal_lite.runner.pipeline import Pipeline
+from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -74,7 +74,7 @@ class LLMEngine:
         sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, sampler, config.attention)
         self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
-        self.pipeline = Pipeline(runner, self.inputs)
+        self.pipeline = Pipeline[SchedulerOutput](runner, self.inputs)
         self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
         self.intake = Intake(model, self.max_model_len, config)
         named = self.scheduler.kv.uses_checkpoints
@@ -199,17 +199,17 @@ class LLMEngine:
         steps = self.in_flight
         propose = None if self.speculator is None else self._propose
         try:
-            if not steps.outputs:
+            if not steps.steps:
                 self.prefix_disk.between_steps()
                 steps.launch(self.scheduler.schedule(propose))
-            if not steps.outputs:
+            if not steps.steps:
                 self._last_end = None
                 self.prefix_disk.wait()
                 return []
             steps.advance()
-            if self._may_run_ahead(steps.outputs[0]):
+            if self._may_run_ahead(steps.steps[0].scheduled):
                 steps.launch(self.scheduler.schedule())
-            output, result = steps.finish()
+            step = steps.finish()
         except StatesLost:  # a kernel was replaced; the next call runs the step without it
             steps.rollback()
             return []
@@ -224,9 +224,9 @@ class LLMEngine:
         except BaseException:
             steps.rollback()
             raise
-        requests = output.running
+        requests = step.scheduled.running
         try:
-            return self._finish(output, result)
+            return self._finish(step)
         except Exception as e:
             self.failed_steps.recording_failed(requests, e)
             raise
@@ -235,7 +235,7 @@ class LLMEngine:
         """Do a little work that can wait for a pause; returns whether more is left."""
         if self._requests:
             return False
-        if self.in_flight.outputs:  # an answer ended before its last step
+        if self.in_flight.steps:  # an answer ended before its last step
             self.step()
         return self.prefix_disk.rest()
 
@@ -268,8 +268,9 @@ class LLMEngine:
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
 
-    def _finish(self, output: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
+    def _finish(self, step: StepInFlight[SchedulerOutput]) -> list[RequestOutput]:
         """Record a completed step; returns the requests that got a token."""
+        output, result = step.scheduled, step.result
         self._record(output, result)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(result.batch.prompt_segments.tolist()):

@@ -1,15 +1,13 @@
 """The steps in flight: launched one ahead, finished in order, and undone together if one fails."""
 
 import time
-from collections import deque
 from functools import partial
 
 from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
-from vllm_metal_lite.runner.pipeline import Pipeline
-from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.scheduler.request import Request
@@ -21,13 +19,13 @@ class StepsInFlight:
     """Runs scheduled steps, at most two at a time.
 
     answers: the unfinished ones, by the scheduler's request id.
-    outputs: what the scheduler decided for each step in flight, oldest first.
+    steps: the steps in flight, oldest first; see `Pipeline`.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        pipeline: Pipeline,
+        pipeline: Pipeline[SchedulerOutput],
         seats: Seats,
         constraints: Constraints,
         pooling: PoolingTable,
@@ -35,17 +33,22 @@ class StepsInFlight:
     ) -> None:
         self._scheduler, self._pipeline, self._seats = scheduler, pipeline, seats
         self._constraints, self._pooling, self._answers = constraints, pooling, answers
-        self.outputs: deque[SchedulerOutput] = deque()
+        self.steps = pipeline.steps
+
+    @property
+    def outputs(self) -> list[SchedulerOutput]:
+        """The schedule of each step in flight, oldest first."""
+        return [step.scheduled for step in self.steps]
 
     def launch(self, output: SchedulerOutput) -> None:
         """Submit a step; its requests may continue from tokens that the step in flight is still
-        sampling."""
+        sampling.  A step that fails here is in flight, too, until `rollback`."""
         for request in output.preempted:
             self._seats.remove(request)
         if output.is_empty:
             return
         output.launched_at = time.monotonic()
-        self.outputs.append(output)
+        self._pipeline.begin(output)
         for request in output.admitted:
             answer = self._answers[request.request_id]
             self._seats.add(answer)
@@ -64,13 +67,13 @@ class StepsInFlight:
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
-        if self._pipeline.steps:
-            self._constraints.accept(self.outputs[0], self._pipeline.steps[0])
+        if len(self.steps) > 1:
+            self._constraints.accept(self.steps[0].scheduled, self.steps[0].result)
         return self._constraints.masks(requests, drafts)
 
     def advance(self) -> None:
         """Make room for the tokens of the oldest step; the next one can then be launched."""
-        output = self.outputs[0]
+        output = self.steps[0].scheduled
         ended = self._scheduler.advance(output)
         self._pipeline.advance()
         for request, token_ids in output.forced:
@@ -79,11 +82,10 @@ class StepsInFlight:
         for request in ended:
             self._seats.remove(request)
 
-    def finish(self) -> tuple[SchedulerOutput, StepResult]:
+    def finish(self) -> StepInFlight[SchedulerOutput]:
         """Wait for the oldest step; a failure leaves it in flight."""
-        result = self._pipeline.finish()
-        self._constraints.accept(self.outputs[0], result)
-        return self.outputs.popleft(), result
+        self._constraints.accept(self.steps[0].scheduled, self.steps[0].result)
+        return self._pipeline.finish()
 
     def works(self, answer: Answer) -> bool:
         """Whether a step of this new request alone succeeds, or finds no room.  Nothing stays."""
@@ -108,8 +110,7 @@ class StepsInFlight:
 
     def rollback(self) -> None:
         """Undo all steps; their requests return to the queue."""
-        outputs = list(self.outputs)
-        self.outputs.clear()
+        outputs = self.outputs
         self._pipeline.clear()
         self._pipeline.runner.forget()
         for output in outputs:

@@ -220,7 +220,12 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        self.pipeline.begin(step)
+        try:
+            result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        except Exception:
+            self.pipeline.steps.pop()  # vLLM calls once more before it reads the error
+            raise
         output = StepOutput(step, result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
             return output  # a stage that is done may start the next step
