@@ -311,7 +311,9 @@ async def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream(eng
     await anext(stream)
     go = await held(engine)
 
-    engine._engine.pipeline.steps[0].result.wait = Mock(side_effect=RuntimeError("the device is gone"))
+    engine._engine.in_flight.pipeline.steps[0].result.wait = Mock(
+        side_effect=RuntimeError("the device is gone")
+    )
     await stream.aclose()
     other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
     await asyncio.sleep(0)

@@ -57,7 +57,7 @@ def play(seed: int) -> StoppingEngine:
 @pytest.mark.long
 def test_any_workload_gives_every_request_its_own_tokens():
     engines = [play(seed) for seed in range(400)]
-    assert sum(e.pipeline.num_ahead for e in engines) > 8000
+    assert sum(e.in_flight.pipeline.num_ahead for e in engines) > 8000
     assert sum(e.num_dropped for e in engines) > 150
     assert sum(e.scheduler.num_preemptions for e in engines) > 20
     assert sum(e.scheduler.counts.prefix_cache_hit_tokens for e in engines) > 800
@@ -356,7 +356,7 @@ llm = LLM({str(folder)!r})
 llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
 for _ in range(5):
     llm.engine.step()
-assert llm.engine.pipeline.steps
+assert llm.engine.in_flight.pipeline.steps
 """
     ended = run_python("-c", script)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -369,7 +369,7 @@ def test_an_id_may_be_used_again_while_its_last_step_is_under_way():
     engine.add_request("a", prompts[0], greedy)
     for _ in range(4):
         engine.step()
-    assert engine.pipeline.steps
+    assert engine.in_flight.pipeline.steps
     engine.abort("a")
     engine.add_request("a", prompts[1], greedy)
     expected = tiny.alone(tiny.native("llama"), prompts[1], 12)

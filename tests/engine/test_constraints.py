@@ -66,7 +66,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     constrained(engine, slots)
     limits = zip(slots, prompts, strict=True)
     alone = {r: tokens_alone(tiny.native(name), p, slots[r], wanted[r]) for r, p in limits}
-    engine.speculator = Guesses(engine, alone, seed) if rng.integers(2) else None
+    engine.in_flight.speculator = Guesses(engine, alone, seed) if rng.integers(2) else None
     build, failing = engine.runner.compiled.build, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
         engine.add_request(request_id, prompt, greedy(wanted[request_id], ignore_eos=True))
     done = tiny.run(engine, MemoryError)
     assert {name: output.outputs[0].token_ids for name, output in done.items()} == alone
-    assert not engine.constraints._of
+    assert not engine.in_flight.constraints._of
 
 
 def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
@@ -152,12 +152,12 @@ def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
     truth = {"r": tokens_alone(model, prompt, slots, 24), "other": tiny.alone(model, prompt, 40)}
     engine = tiny.engine(speculate="auto")
     constrained(engine, {"r": slots, "other": []})
-    engine.speculator = Guesses(engine, truth, right=1.0)
-    engine.speculator.propose = lambda wanted: [
+    engine.in_flight.speculator = Guesses(engine, truth, right=1.0)
+    engine.in_flight.speculator.propose = lambda wanted: [
         truth[drafted][r.num_tokens - 3 : r.num_tokens - 2] * (r.request_id == drafted)
         for r, _ in wanted
     ]
-    engine.speculator.wants = lambda decodes: True
+    engine.in_flight.speculator.wants = lambda decodes: True
     for request_id, tokens in truth.items():
         engine.add_request(request_id, prompt, greedy(len(tokens), ignore_eos=True))
     outputs = [engine.step() for _ in range(num_steps)][-1]
@@ -176,8 +176,8 @@ def test_forced_tokens_without_room_for_drafts_are_counted_once():
         engine = tiny.engine(speculate="auto" if drafts else "off")
         constrained(engine, {"r": slots, "other": []})
         if drafts:
-            engine.speculator = Guesses(engine, truth, right=1.0)
-            engine.speculator.wants = lambda decodes: True
+            engine.in_flight.speculator = Guesses(engine, truth, right=1.0)
+            engine.in_flight.speculator.wants = lambda decodes: True
             room = engine.scheduler.drafts._room
             engine.scheduler.drafts._room = lambda segment: (
                 room(segment) if segment.request.request_id == "other" else 0

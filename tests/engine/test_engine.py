@@ -174,7 +174,7 @@ def test_abort_gives_everything_back_and_disturbs_nobody():
 
 def lose_step_in_flight(engine) -> None:
     """Its rows are never written, and whoever waits for it gets the error."""
-    step = engine.pipeline.steps[0].result
+    step = engine.in_flight.pipeline.steps[0].result
     store = engine.runner.attention.store
     keep = [np.ones(store.keys[0].shape[0], bool)]
     keep[0][step.batch.slot_mapping()] = False

@@ -94,7 +94,7 @@ def test_other_kinds_of_layers(name, nth):
 def test_with_drafts(place):
     engine = engine_of(speculate="auto")
     truth = {str(i): tokens for i, tokens in enumerate(tiny.all_alone("llama", PROMPTS, 30))}
-    engine.speculator = Guesses(engine, truth)
+    engine.in_flight.speculator = Guesses(engine, truth)
     spoil(engine, bad := {"3": (decodes_from(5), place)})
     check(engine, bad, PROMPTS[:6], n=30)
 
@@ -129,7 +129,9 @@ def test_a_lost_device_ends_all_requests():
 @pytest.mark.parametrize("place", ["launch", "before it"])
 def test_a_failure_that_does_not_repeat_ends_nobody(count, place):
     engine = engine_of()
-    part, name = (engine.runner, "execute") if place == "launch" else (engine.inputs, "add")
+    part, name = (
+        (engine.runner, "execute") if place == "launch" else (engine.in_flight.inputs, "add")
+    )
     work, numbers = getattr(part, name), iter(range(1000))
 
     def fail_at_times(*args):
@@ -176,7 +178,7 @@ def test_a_grammar_that_fails_ends_its_request(method):
         constraints = {name: SlotConstraint(slots, tiny.VOCAB) for name in "abc"}
         for i, (name, constraint) in enumerate(constraints.items()):
             engine.add_request(name, PROMPTS[i], tiny.greedy(20))
-            engine.constraints.add(
+            engine.in_flight.constraints.add(
                 engine._answers[name].request, constraint, engine._answers[name].params
             )
         work = getattr(constraints["b"], method)

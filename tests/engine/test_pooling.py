@@ -12,7 +12,7 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, PoolingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import resolved, truncate
-from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 
@@ -145,7 +145,7 @@ def test_aborted_requests_leave_nothing():
     engine.step()
     engine.abort(map(str, range(1, len(PROMPTS))))
     compare([tiny.run(engine)["0"].pooled], all_alone("llama", PROMPTS[:1], "mean"))
-    assert not engine.pooling._poolings
+    assert not engine.in_flight.pooling._poolings
 
 
 def test_dimensions_are_normalised_again():

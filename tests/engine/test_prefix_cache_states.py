@@ -101,7 +101,7 @@ CHECKPOINTS = st.sampled_from([0, 1, 3, 40])
 
 def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
     """Make steps fail; poisoned: state slots that nobody needs hold NaN when a step begins."""
-    execute, finish = engine.runner.execute, engine.pipeline.finish
+    execute, finish = engine.runner.execute, engine.in_flight.pipeline.finish
     pool, count, fails = engine.runner.attention.store.states, 0, False
 
     def execute_or_fail(batch: ForwardBatch, *args: Any) -> Any:
@@ -127,7 +127,7 @@ def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
             raise StepFailed
         return finish()
 
-    engine.runner.execute, engine.pipeline.finish = execute_or_fail, finish_or_fail
+    engine.runner.execute, engine.in_flight.pipeline.finish = execute_or_fail, finish_or_fail
 
 
 def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> None:

@@ -16,7 +16,7 @@ from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.one_thread import held
 from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list, text_or_ids
-from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.errors import RequestError, one_line, show
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams

@@ -20,6 +20,7 @@ from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.prefix_disk.reader import Reader
 from vllm_metal_lite.prefix_disk.writer import Writer
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
+from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
@@ -45,7 +46,7 @@ def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "Pref
     return PrefixDisk(folder, digest, scheduler, store)
 
 
-class PrefixDisk:
+class PrefixDisk(NoPrefixDisk):
     """Restores and keeps the prefixes of one engine, whose thread calls it."""
 
     def __init__(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
+from vllm_metal_lite.assembly import build_runner, choose_attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.distributed import RankGroup
@@ -16,7 +17,6 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
-from vllm_metal_lite.runner.build import build_runner, choose_attention
 from vllm_metal_lite.sampling.sampler import Sampler
 
 SKINNY = range(1, 9)
