@@ -9,7 +9,7 @@ import pytest
 from tests.prefix_disk.test_folder import SIZE, TAKEN, content, folder_at, key
 from vllm_metal_lite.prefix_disk import writer as module
 from vllm_metal_lite.prefix_disk.parts import Part
-from vllm_metal_lite.prefix_disk.writer import Writer
+from vllm_metal_lite.prefix_disk.writer import DiskWriter
 
 
 def parts_of(numbers: list[int]) -> list[Part]:
@@ -18,19 +18,19 @@ def parts_of(numbers: list[int]) -> list[Part]:
 
 
 @pytest.fixture
-def writer(tmp_path, monkeypatch) -> Writer:
+def writer(tmp_path, monkeypatch) -> DiskWriter:
     """One that copies a file at a time, with a quota of 8."""
     monkeypatch.setattr(module, "_COPIED", 1)
     kv = SimpleNamespace(block_size=16)
     parts = SimpleNamespace(kv=kv, are_kept=bool, may_be_cut=True, of=parts_of)
-    writer = Writer(folder_at(tmp_path / "x", 8 * TAKEN), parts, SimpleNamespace())
+    writer = DiskWriter(folder_at(tmp_path / "x", 8 * TAKEN), parts, SimpleNamespace())
     sizes = {part.name: part.num_bytes for part in parts_of([*range(20)])}
     parts.place_of = lambda part: part.name
     writer._blocks.read = lambda group, place: memoryview(content(place).ljust(sizes[place], b"x"))
     return writer
 
 
-def write(writer: Writer, *prefixes: list[int]) -> set[bytes]:
+def write(writer: DiskWriter, *prefixes: list[int]) -> set[bytes]:
     """Write prefixes, given by the numbers of their files; returns the keys that the folder has."""
     for numbers in prefixes:
         writer.add(numbers)

@@ -68,14 +68,12 @@ class Answer:
             return None
         return len(scored) - 1
 
-    def report_cached(self) -> None:
+    def report_cached(self, num_restored: int) -> None:
         """Report how much of the prompt was cached.  All answers of a request share the prompt, so
-        only the first answer reports it."""
+        only the first answer reports it.  num_restored: the cached tokens that the disk brought."""
         if self.output.index == 0:
-            request = self.request
-            self.result.num_cached_tokens = request.num_cached_tokens
-            restored = min(request.num_restored_tokens, request.num_cached_tokens)
-            self.result.num_restored_tokens = restored
+            self.result.num_cached_tokens = self.request.num_cached_tokens
+            self.result.num_restored_tokens = num_restored
 
     def take(self, result: StepResult, rows: range) -> bool:
         """Take the tokens of a step's rows; True when one ends the answer."""

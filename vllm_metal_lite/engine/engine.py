@@ -41,11 +41,12 @@ class LLMEngine:
         self.lock = threading.RLock()  # held by the thread that uses the engine
         self.config = config = _config_of(config)
         self.model = model.with_kv_bits(config.kv_bits)
-        self.scheduler, runner, self.prefix_disk = parts or assemble(self.model, config)
+        parts = parts or assemble(self.model, config)
+        self.scheduler, _, self.prefix_disk = parts
         self.intake = Intake(self.model, self.max_model_len, config)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
-        self.in_flight = StepsInFlight(self.model, self.scheduler, runner, self._answers)
+        self.in_flight = StepsInFlight(self.model, parts, self._answers)
         self.failed_steps = FailedSteps(self.scheduler)
         self._counts = StepCounts()
         # Called after each completed step, for watchers of the engine.

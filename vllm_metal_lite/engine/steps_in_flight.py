@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from vllm_metal_lite.assembly import Parts
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.pooling_table import PoolingTable
@@ -13,11 +14,10 @@ from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
-from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
+from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.speculator import Speculator
 
@@ -32,10 +32,10 @@ class StepsInFlight:
     def __init__(
         self,
         model: LoadedModel,
-        scheduler: Scheduler,
-        runner: ModelRunner,
+        parts: Parts,
         answers: dict[str, Answer],
     ) -> None:
+        scheduler, runner, self._prefix_disk = parts
         config, kv = scheduler.config, scheduler.kv
         self.inputs = InputBatch(
             config.max_num_seqs, scheduler.max_model_len, config.block_size, len(kv.groups)
@@ -89,7 +89,7 @@ class StepsInFlight:
         for request in output.admitted:
             answer = self._answers[request.request_id]
             self.seats.add(answer)
-            answer.report_cached()
+            answer.report_cached(self._prefix_disk.restored_tokens(request))
         batch = self.seats.pack(output)
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         scored = 0

@@ -17,8 +17,8 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.reader import Reader
-from vllm_metal_lite.prefix_disk.writer import Writer
+from vllm_metal_lite.prefix_disk.reader import DiskReader
+from vllm_metal_lite.prefix_disk.writer import DiskWriter
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.scheduler.request import Request
@@ -55,16 +55,20 @@ class PrefixDisk(NoPrefixDisk):
         self.folder = folder
         self.blocks = BlockBytes(store)
         self.parts = Parts(scheduler.kv, digest, self.blocks.sizes)
-        self.writer = Writer(self.folder, self.parts, self.blocks)
-        self.reader = Reader(self.folder, self.parts, self.blocks, scheduler)
+        self.writer = DiskWriter(self.folder, self.parts, self.blocks)
+        self.reader = DiskReader(self.folder, self.parts, self.blocks, scheduler)
         self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
-        if request.wants_restore is None:
+        if request not in self.reader.waits:
             self.writer.refresh()
-            request.wants_restore = self.reader.wants(request, hit)
-        return request.wants_restore
+            self.reader.decide(request, hit)
+        return self.reader.waits[request]
+
+    def restored_tokens(self, request: Request) -> int:
+        """How many tokens of a request's cached prefix came from the disk."""
+        return min(self.reader.restored.get(request, 0), request.num_cached_tokens)
 
     def step_finished(self, output: SchedulerOutput) -> None:
         """Learn from a completed step: which prefixes are used again, and how fast it was."""

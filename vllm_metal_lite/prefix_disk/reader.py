@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
@@ -50,10 +51,12 @@ class Restore:
     seconds: float = 0.0
 
 
-class Reader:
+class DiskReader:
     """Restores prefixes of waiting requests.  Only the engine's thread calls it.
 
-    num_tokens: the tokens read from the disk, which requests did not compute.
+    num_tokens: how many tokens all restores have brought.
+    restored: the tokens that a restore has brought for a request.
+    waits: whether a request waits for the disk.  A request without an entry is not decided yet.
     """
 
     def __init__(
@@ -64,14 +67,15 @@ class Reader:
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
         self.restore: Restore | None = None
-        self._has_candidates = False  # whether a waiting request may want a restore
+        self.restored: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self.waits: WeakKeyDictionary[Request, bool] = WeakKeyDictionary()
+        self._has_candidates = False  # whether a request may wait that has no restore yet
         self.speeds = Speeds()
 
-    def wants(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request should wait for a read from the disk.  hit: its prefix in memory."""
-        wants = self._find(request, hit) is not None
-        self._has_candidates |= wants
-        return wants
+    def decide(self, request: Request, hit: PrefixHit) -> None:
+        """Decide whether a request waits for the disk.  hit: its prefix in memory."""
+        self.waits[request] = waits = self._find(request, hit) is not None
+        self._has_candidates |= waits
 
     def _find(self, request: Request, hit: PrefixHit) -> Restore | None:
         """Plan the restore behind a hit in memory; None if computing the prefix is faster."""
@@ -101,19 +105,19 @@ class Reader:
         """Copy the parts that were read to the store, or begin with the next prefix."""
         if self.restore is not None:
             self._copy_arrived(self.restore)
-        elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
+        elif request := next(filter(self.waits.get, self._scheduler.waiting), None):
             self._start(request)
         else:
             self._has_candidates = False
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
-        request.wants_restore = False
+        self.waits[request] = False
         restore = self._find(request, self._kv.find_prefix(request))
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
             if restore.places:
-                request.wants_restore, self.restore = True, restore
+                self.waits[request], self.restore = True, restore
                 self._submit_reads(restore)
 
     def _copy_arrived(self, restore: Restore) -> None:
@@ -135,7 +139,7 @@ class Reader:
         is_done = not restore.reads
         if is_done:
             self.num_tokens += restore.num_tokens
-            restore.request.num_restored_tokens = restore.num_tokens
+            self.restored[restore.request] = restore.num_tokens
         if is_done or self._must_stop(restore):
             self.stop()
 
@@ -170,7 +174,7 @@ class Reader:
             elif restore.num_reads:
                 at_once = min(restore.num_reads, _THREADS)
                 self.speeds.add_reads(restore.num_bytes, restore.seconds / at_once)
-            restore.request.wants_restore = False
+            self.waits[restore.request] = False
             self.restore = None
 
     def wait(self) -> None:

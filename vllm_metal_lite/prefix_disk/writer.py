@@ -19,7 +19,7 @@ _COPIED = 16 << 20
 _MOST_WAITING = 16
 
 
-class Writer:
+class DiskWriter:
     """Only the engine's thread calls it.
 
     waiting: of each prefix, the parts that are not copied yet, and all keys.

@@ -17,6 +17,9 @@ class NoPrefixDisk:
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         return False
 
+    def restored_tokens(self, request: Request) -> int:
+        return 0
+
     def step_finished(self, output: SchedulerOutput) -> None: ...
 
     def between_steps(self) -> None: ...
