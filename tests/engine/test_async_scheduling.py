@@ -254,12 +254,12 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
     assert metrics[0]["decode_tokens"] == metrics[1]["decode_tokens"]
 
 
-def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
+def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built():
     engine = tiny.engine()
     order = []
     execute, finish = engine.runner.execute, engine._finish
-    monkeypatch.setattr(engine.runner, "execute", lambda *a: (order.append("run"), execute(*a))[1])
-    monkeypatch.setattr(engine, "_finish", lambda *a: (order.append("read"), finish(*a))[1])
+    engine.runner.execute = lambda *a: (order.append("run"), execute(*a))[1]
+    engine._finish = lambda *a: (order.append("read"), finish(*a))[1]
     engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
     tiny.run(engine)
     assert order == ["run", *["run", "read"] * 2, "read"]  # a prompt and two decodes
@@ -267,9 +267,15 @@ def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("llama", "mixed"), ("llama", "alternate"), ("llama", "whole"), ("gemma3_text", "mixed"),
-     ("granitemoehybrid", "mixed"), ("gpt_oss", "mixed")],
-)  # fmt: skip
+    [
+        ("llama", "mixed"),
+        ("llama", "alternate"),
+        ("llama", "whole"),
+        ("gemma3_text", "mixed"),
+        ("granitemoehybrid", "mixed"),
+        ("gpt_oss", "mixed"),
+    ],
+)
 def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name, policy):
     """Chunks, mixed steps, fewer seats than prompts; nobody waits for a token."""
     options = {"num_blocks": 40, "max_num_batched_tokens": 24, "long_prefill_token_threshold": 16}
@@ -312,7 +318,7 @@ def test_a_step_is_submitted_when_the_one_before_is_done_unless_they_may_overlap
 ):
     """Steps that decode, and steps of nothing but a chunk, which sample nothing."""
     engine = tiny.engine(attention="reference", max_num_batched_tokens=10)
-    monkeypatch.setattr(engine.runner.attention, "overlaps", overlaps, raising=False)
+    engine.runner.attention.overlaps = overlaps
     prompt = tiny.prompts(1, length, length)[0]
     engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=30))
     for _ in range(3):

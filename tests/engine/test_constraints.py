@@ -4,6 +4,7 @@ The constraints are lists of allowed tokens by position, with runs of one token 
 packs into one segment.
 """
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.support.engine.slots import alone as tokens_alone
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
 from vllm_metal_lite.config import PREFILL_POLICIES
-from vllm_metal_lite.engine import constraints, intake
+from vllm_metal_lite.engine import intake
 from vllm_metal_lite.sampling_params import SamplingParams
 
 VOCAB = tiny.VOCAB
@@ -83,17 +84,15 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     assert not engine.in_flight.constraints._of
 
 
-def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
+@pytest.mark.parametrize(("sampled", "steps"), [(False, 4), (True, 23)])
+def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(sampled, steps):
     slots = [[1, 2], *([t] for t in range(10, 30)), [3, 4], [5, 6]]
-    steps = {}
-    for fewest in (2, 10**6):
-        monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
-        engine = tiny.engine()
-        constrained(engine, {"r": slots})
-        tokens = tiny.ask(engine, [7, 8, 9], greedy(len(slots))).outputs[0].token_ids
-        assert tokens[1:21] == list(range(10, 30))
-        steps[fewest] = engine.metrics()["steps"]
-    assert steps == {2: 4, 10**6: 23}
+    engine = tiny.engine()
+    constrained(engine, {"r": slots})
+    params = greedy(len(slots), logprobs=0 if sampled else None)  # forced tokens would have none
+    tokens = tiny.ask(engine, [7, 8, 9], params).outputs[0].token_ids
+    assert tokens[1:21] == list(range(10, 30))
+    assert engine.metrics()["steps"] == steps
 
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
@@ -242,14 +241,14 @@ def test_answers_of_one_request_have_constraints_of_their_own():
     assert [len(c.seen) for c in made] == [3, 3]
 
 
-def test_penalties_count_forced_tokens_once(monkeypatch):
+def test_penalties_count_forced_tokens_once():
     """A sampled answer with penalties is the same with and without packing."""
     slots = [[1, 2, 3], *([t] for t in (5, 6, 5, 6)), *([1, 2, 3, 5, 6] for _ in range(8))]
     params = SamplingParams(max_tokens=12, seed=3, frequency_penalty=1.5, repetition_penalty=1.2)
     answers = []
-    for fewest in (2, 10**6):
-        monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
+    for logprobs in (None, 0):  # a request with log-probabilities samples all its tokens
         engine = tiny.engine()
         constrained(engine, {"r": slots})
-        answers.append(tiny.ask(engine, [5, 6, 7], params).outputs[0].token_ids)
+        asked = replace(params, logprobs=logprobs)
+        answers.append(tiny.ask(engine, [5, 6, 7], asked).outputs[0].token_ids)
     assert answers[0] == answers[1]

@@ -119,6 +119,7 @@ def test_chat_goes_through_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     (output,) = llm.chat(messages, greedy(2))
     assert decode(output.prompt_token_ids) == "u:hi a:"
+    assert llm.engine.render_turn(messages)[1] == ()  # this model needs no checkpoints
     two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yo"}]], greedy(2))
     assert [decode(o.prompt_token_ids) for o in two] == ["u:hi a:", "u:hi a:yo a:"]
 
@@ -133,13 +134,17 @@ def test_parameters_and_priorities_must_match_the_prompts(llm):
     ("config", "wanted"),
     [
         ({}, SamplingParams()),
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1},
-         SamplingParams(temperature=0.6, top_k=20)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1},
+            SamplingParams(temperature=0.6, top_k=20),
+        ),
         ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0)),
-        ({"repetition_penalty": 1.1, "presence_penalty": 1.5},
-         SamplingParams(repetition_penalty=1.1, presence_penalty=1.5)),
+        (
+            {"repetition_penalty": 1.1, "presence_penalty": 1.5},
+            SamplingParams(repetition_penalty=1.1, presence_penalty=1.5),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_model_asks_for_holds_without_parameters(folder, tmp_path, config, wanted):
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     for file in folder.iterdir():
@@ -403,17 +408,20 @@ def test_prompts_fork_at_checkpoints_that_the_caller_names(tmp_path):
     assert llm.generate(forks[2], greedy(2))[0].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize(("checkpoints", "message"), [
-    (5, "must be a list of numbers of tokens, got 5"),
-    ("ab", "must be a list of numbers of tokens, got 'ab'"),
-    ([True], "must be integers, got True"),
-    (["1"], "must be integers, got '1'"),
-    ([0], "checkpoint 0 is outside the prompt of 2 tokens"),
-    ([1, 3], "checkpoint 3 is outside the prompt of 2 tokens"),
-    ([[1], [-1]], "prompt 1: checkpoint -1 is outside the prompt of 3 tokens"),
-    ([[1], 2], "prompt 1: checkpoints must be a list"),
-    ([[1]], "1 checkpoints for 2 prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("checkpoints", "message"),
+    [
+        (5, "must be a list of numbers of tokens, got 5"),
+        ("ab", "must be a list of numbers of tokens, got 'ab'"),
+        ([True], "must be integers, got True"),
+        (["1"], "must be integers, got '1'"),
+        ([0], "checkpoint 0 is outside the prompt of 2 tokens"),
+        ([1, 3], "checkpoint 3 is outside the prompt of 2 tokens"),
+        ([[1], [-1]], "prompt 1: checkpoint -1 is outside the prompt of 3 tokens"),
+        ([[1], 2], "prompt 1: checkpoints must be a list"),
+        ([[1]], "1 checkpoints for 2 prompts"),
+    ],
+)
 def test_bad_checkpoints_are_refused(llm, checkpoints, message):
     with pytest.raises(RequestError, match=message):
         llm.generate(["ab", "abc"], greedy(1), checkpoints=checkpoints)

@@ -172,10 +172,16 @@ def test_scores_are_log_probabilities_behind_the_prompt():
         compare([done[f"e{i}"].pooled], all_alone("llama", [prompt]))
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("pooling", "cls"), ("dimensions", 0), ("normalize", 1), ("truncate_prompt_tokens", 0),
-    ("score_token_ids", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pooling", "cls"),
+        ("dimensions", 0),
+        ("normalize", 1),
+        ("truncate_prompt_tokens", 0),
+        ("score_token_ids", []),
+    ],
+)
 def test_parameters_out_of_range_are_refused(name, value):
     with pytest.raises(RequestError, match=name):
         PoolingParams(**{name: value})

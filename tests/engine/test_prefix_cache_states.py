@@ -23,10 +23,8 @@ from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 
-NAMES = (
-    "qwen3_next", "lfm2", "mamba2", "kimi_linear", "rwkv7", "longcat_flash_ngram", "gemma3/w9",
-    "gpt_bigcode",
-)  # fmt: skip
+NAMES = ["qwen3_next", "lfm2", "mamba2", "kimi_linear", "rwkv7", "longcat_flash_ngram"]
+NAMES += ["gemma3/w9", "gpt_bigcode"]
 RECURRENT = (
     "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
     "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe",

@@ -83,16 +83,20 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted():
     assert (metrics["accepted_tokens"], metrics["decode_tokens"]) == (stop - 1, stop)
 
 
-@pytest.mark.parametrize("params", [
-    {"temperature": 0.9},
-    {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.5},
-    {"temperature": 0, "frequency_penalty": 1.5},
-    {"min_tokens": 25, "stop_token_ids": list(range(0, 96, 3))},
-    {"logit_bias": {7: 3.0, 9: -5.0}, "allowed_token_ids": list(range(40))},
-    {"logprobs": 3, "n": 3},
-    {"logprobs": 0, "prompt_logprobs": 2, "repetition_penalty": 1.2},
-], ids=lambda params: "-".join(params))  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.9},
+        {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.5},
+        {"temperature": 0, "frequency_penalty": 1.5},
+        {"min_tokens": 25, "stop_token_ids": list(range(0, 96, 3))},
+        {"logit_bias": {7: 3.0, 9: -5.0}, "allowed_token_ids": list(range(40))},
+        {"logprobs": 3, "n": 3},
+        {"logprobs": 0, "prompt_logprobs": 2, "repetition_penalty": 1.2},
+    ],
+    ids=lambda params: "-".join(params),
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_every_parameter_counts_as_without_drafts(name, params):
     prompts = tiny.prompts(3, 3, 20, seed=6)

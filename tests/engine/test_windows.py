@@ -23,8 +23,15 @@ from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 
 # Windows of 17 tokens (9 in /w9) beside all of the context; of 14 alone.
-NAMES = ["gemma3_text", "gpt_oss", "llama/window/w9", "llama4", "gemma4_text/shared_kv",
-         "baichuan_m1", "recurrent_gemma"]  # fmt: skip
+NAMES = [
+    "gemma3_text",
+    "gpt_oss",
+    "llama/window/w9",
+    "llama4",
+    "gemma4_text/shared_kv",
+    "baichuan_m1",
+    "recurrent_gemma",
+]
 
 
 # Groups
@@ -289,7 +296,6 @@ def test_a_position_that_turns_name_counts_as_used():
 def test_chats_name_positions_where_only_some_can_be_started_from(name, caching):
     engine = tiny.engine(name, num_blocks=40, enable_prefix_caching=caching)
     assert engine.scheduler.kv.uses_checkpoints is (caching and name != "llama")
-    assert engine._chat_prompt.with_checkpoints is engine.scheduler.kv.uses_checkpoints
 
 
 # What the user is told
@@ -297,10 +303,8 @@ def test_chats_name_positions_where_only_some_can_be_started_from(name, caching)
 
 def test_the_start_up_lines_tell_what_windows_hold(tmp_path):
     folder = tiny.write_folder(tmp_path / "tiny", "gemma3_text")
-    config = EngineConfig(
-        num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8,
-        enable_prefix_caching=False,
-    )  # fmt: skip
+    options = {"num_blocks": 100, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig(block_size=8, enable_prefix_caching=False, **options)
     lines = list(describe(LLMEngine.from_name(str(folder), config)))
     assert any("store holds 800 (100 blocks of 8" in line for line in lines)
     # 3 blocks a seat; 64 tokens of a step, and a block more a seat.

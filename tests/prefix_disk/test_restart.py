@@ -269,10 +269,8 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed, monkeypatch):
     stems = tiny.prompts(3, 60, 60, seed=11)
     restored = 0
     for _ in range(3):
-        engine = start(
-            name, num_blocks=numbers.choice([16, 24, 40]), max_num_seqs=3,
-            state_cache_gib=numbers.choice([None, 0.0001]),
-        )  # fmt: skip
+        num_blocks, gib = numbers.choice([16, 24, 40]), numbers.choice([None, 0.0001])
+        engine = start(name, num_blocks=num_blocks, max_num_seqs=3, state_cache_gib=gib)
         wanted, done = {}, {}
         for i in range(12):
             prompt = [*numbers.choice(stems)[: numbers.randrange(9, 60)], i]
@@ -310,17 +308,14 @@ def test_with_too_few_blocks_nothing_is_restored():
 @LONG_TEST
 @pytest.mark.parametrize(
     "change",
-    [
-        {"model": "qwen3"}, {"dtype": mx.bfloat16}, {"kv_bits": 8}, {"block_size": 16},
-        {"salt": "other"},
-    ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
+    [("model", "qwen3"), ("dtype", mx.bfloat16), ("kv_bits", 8), ("block_size", 16), ("salt", "x")],
+    ids=lambda change: change[0],
+)
 def test_another_model_form_or_salt_never_hits(change):
     serve(start("llama"), PROMPTS[:2])
-    change = {"model": "llama", **change}
-    salt = change.pop("salt", None)
-    other = start(**change)
+    options = {"model": "llama", **dict([change])}
+    salt = options.pop("salt", None)
+    other = start(**options)
     other.add_request("a", {"prompt_token_ids": LONG, "cache_salt": salt}, GREEDY)
     assert tiny.run(other)["a"].num_cached_tokens == 0
 

@@ -41,16 +41,15 @@ def write(writer: DiskWriter, *prefixes: list[int]) -> set[bytes]:
     return writer._folder.known
 
 
-def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, monkeypatch, caplog):
+def test_the_rest_of_a_prefix_that_cannot_be_kept_is_left_out(writer, caplog):
     fail_twice = chain([TimeoutError("locked")] * 2, repeat(DEFAULT))
-    refresh = Mock(wraps=writer._folder.refresh, side_effect=fail_twice)
-    monkeypatch.setattr(writer._folder, "refresh", refresh)
+    writer._folder.refresh = Mock(wraps=writer._folder.refresh, side_effect=fail_twice)
     kept = write(writer, [1, 2, 3], [1, 2, 3], [4, 0, 5], [7, 8, 9])
     assert kept == {key(n) for n in (4, 7, 8, 9)}
     assert (writer._folder.num_errors, caplog.text.count("cannot write: locked")) == (2, 1)
 
 
-def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monkeypatch):
+def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path):
     other, read = folder_at(tmp_path / "x"), writer._blocks.read
 
     def read_late(group: int, place: bytes) -> memoryview:
@@ -58,7 +57,7 @@ def test_a_file_of_another_process_does_not_end_a_prefix(writer, tmp_path, monke
             other.write([place], [(place, content(place))])
         return read(group, place)
 
-    monkeypatch.setattr(writer._blocks, "read", read_late)
+    writer._blocks.read = read_late
     assert write(writer, [1, 2, 3]) == {key(n) for n in (1, 2, 3)}
 
 
