@@ -27,12 +27,12 @@ from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.prefix_disk import folder, speeds
+from vllm_metal_lite.prefix_disk import folder, reader
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.speeds import Speeds
+from vllm_metal_lite.prefix_disk.reader import Speeds
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
@@ -57,7 +57,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Parts, "min_tokens", 8)
     monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(speeds, "_MIN_ROWS", 8)
+    monkeypatch.setattr(reader, "_MIN_ROWS", 8)
     monkeypatch.setattr(Speeds, "prefer_reading", lambda *_: True)  # whatever the speed here
 
 

@@ -73,7 +73,7 @@ class AsyncEngine:
             queue.SimpleQueue()
         )
         self._closed = False
-        self._closing = threading.Lock()  # no call is queued after None, the end
+        self._closing = threading.Lock()  # no call is queued after None, which ends the thread
         self._streams: dict[str, _Stream] = {}  # used only by the engine's thread
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="vllm-metal-lite", daemon=True)

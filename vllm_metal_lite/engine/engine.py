@@ -278,9 +278,10 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the present counts; see also `count`.
 
-        prefill_tokens: of prompts, and of preempted requests that start again.
-        decode_tokens: of answers, without each one's first.  forced_tokens: known without sampling.
-        draft_tokens, accepted_tokens: computed ahead, and those that became tokens of an answer.
+        prefill_tokens: tokens of prompts, and of preempted requests that start again.
+        decode_tokens: tokens of answers, without the first of each answer.
+        forced_tokens: tokens that were known without sampling.
+        draft_tokens, accepted_tokens: drafts, and those that became tokens of an answer.
         failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.
         memory_*_bytes: MLX's memory in this process; cached ones are freed buffers that MLX keeps.

@@ -148,7 +148,7 @@ class StepsInFlight:
             self._scheduler.limit.record(output)
 
     def pause(self) -> None:
-        """No request is left: the time until the next step is nobody's."""
+        """No request is left, so the time until the next step is not a part of that step."""
         self._last_end = None
 
     def works(self, answer: Answer) -> bool:
