@@ -32,7 +32,6 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.reader import Speeds
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
@@ -46,7 +45,6 @@ LONG_TEST, THOROUGH = pytest.mark.long, pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
-PREFER_READING = Speeds.prefer_reading
 MEASURED = 4  # a seed whose engines decide by their own speeds
 start = partial(tiny.engine, prefix_disk_gib=1)  # an engine that keeps prefixes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -58,7 +56,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(Parts, "min_tokens", 8)
     monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
     monkeypatch.setattr(reader, "_MIN_ROWS", 8)
-    monkeypatch.setattr(Speeds, "prefer_reading", lambda *_: True)  # whatever the speed here
+    monkeypatch.setattr(reader, "_READ", 1e18)  # reading is preferred, whatever the speed here
 
 
 def restarted(name: str, **options: Any) -> tuple[LLMEngine, list[list[int]]]:
@@ -188,13 +186,11 @@ def test_a_prefix_that_lost_a_file_is_completed_at_its_next_use(name):
     assert serve(start(name), PROMPTS[:2])[0].num_restored_tokens == 56
 
 
-def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
+def test_others_go_on_while_a_request_waits_for_the_disk():
     again, expected = restarted("llama")
     allowed = Event()
-    read = folder.Folder.read
-    monkeypatch.setattr(
-        folder.Folder, "read", lambda self, *args: allowed.wait() and read(self, *args)
-    )
+    read = again.prefix_disk.folder.read
+    again.prefix_disk.folder.read = lambda *args: allowed.wait() and read(*args)
     again.add_request("held", LONG, GREEDY)
     again.add_request("passes", OTHER, GREEDY)
     passed = None
@@ -208,19 +204,20 @@ def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
     assert tiny.tokens_of([held]) == expected[:1]
 
 
-def test_an_interrupt_during_a_restore(monkeypatch):
+def test_an_interrupt_during_a_restore():
     again, expected = restarted("gemma3/w9")
-    write = BlockBytes.write
+    blocks = again.prefix_disk.blocks
+    write = blocks.write
 
-    def interrupted(self: BlockBytes, *args: Any) -> None:
-        write(self, *args)
+    def interrupted(*args: Any) -> None:
+        write(*args)
         raise KeyboardInterrupt
 
     again.add_request("a", LONG, GREEDY)
-    monkeypatch.setattr(BlockBytes, "write", interrupted)
+    blocks.write = interrupted
     with pytest.raises(KeyboardInterrupt):
         tiny.run(again)
-    monkeypatch.setattr(BlockBytes, "write", write)
+    blocks.write = write
     output = tiny.run(again)["a"]
     assert (tiny.tokens_of([output]), output.num_restored_tokens) == (expected[:1], 56)
     assert tiny.tokens_of(serve(again, [LONG])) == expected[:1]
@@ -261,16 +258,16 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
     "seed", [0, MEASURED, *(pytest.param(n, marks=THOROUGH) for n in (1, 2, 3))]
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3/w9", "qwen3_next", "mamba2"])
-def test_many_requests_and_restarts_over_few_blocks(name, seed, monkeypatch):
+def test_many_requests_and_restarts_over_few_blocks(name, seed):
     """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
-    if seed == MEASURED:
-        monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     numbers = random.Random(seed)
     stems = tiny.prompts(3, 60, 60, seed=11)
     restored = 0
     for _ in range(3):
         num_blocks, gib = numbers.choice([16, 24, 40]), numbers.choice([None, 0.0001])
         engine = start(name, num_blocks=num_blocks, max_num_seqs=3, state_cache_gib=gib)
+        if seed == MEASURED:
+            engine.prefix_disk.reader.speeds.read = 5e8
         wanted, done = {}, {}
         for i in range(12):
             prompt = [*numbers.choice(stems)[: numbers.randrange(9, 60)], i]
@@ -416,9 +413,8 @@ def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use():
     assert output.num_cached_tokens == 24
 
 
-def test_only_counting_blocks_are_missing(monkeypatch):
+def test_only_counting_blocks_are_missing():
     """Without attention layers, blocks only count tokens, and have no files."""
-    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     engine = start("mamba2", num_blocks=16, max_num_seqs=2)
     (long,) = tiny.prompts(1, 100, 100, seed=7)
     expected = tiny.tokens_of(serve(engine, [LONG, LONG, long]))
@@ -445,10 +441,9 @@ def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
     assert least * fast <= reader.speeds.read <= most * fast
 
 
-def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(monkeypatch):
+def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again():
     again, _ = restarted("llama")
     measured = again.prefix_disk.reader.speeds
-    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     measured.read = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
     restored = []
     for _ in range(8):

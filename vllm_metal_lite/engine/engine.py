@@ -260,9 +260,7 @@ class LLMEngine:
     def _end(self, answer: Answer) -> None:
         """Release everything that a finished answer holds."""
         self.scheduler.finish(answer.request)
-        self.in_flight.constraints.remove(answer.request)
-        self.in_flight.pooling.remove(answer.request)
-        self.in_flight.seats.remove(answer.request)
+        self.in_flight.remove(answer.request)
         del self._answers[answer.request.request_id]
         result = answer.result
         if all(o.finished for o in result.outputs):

@@ -151,6 +151,12 @@ class StepsInFlight:
         """No request is left, so the time until the next step is not a part of that step."""
         self._last_end = None
 
+    def remove(self, request: Request) -> None:
+        """Release the seat of a request that ends, and all else that is kept for its steps."""
+        self.constraints.remove(request)
+        self.pooling.remove(request)
+        self.seats.remove(request)
+
     def works(self, answer: Answer) -> bool:
         """Whether a step of this new request alone succeeds, or finds no room.  Nothing stays."""
         request, scheduler = answer.request, self._scheduler
