@@ -56,7 +56,7 @@ async def collect(engine: AsyncEngine, prompt, params, **how) -> list[int]:
 
 
 async def idle(engine: AsyncEngine) -> dict[str, int]:
-    """Metrics once nothing runs; fails if something is never given back."""
+    """Wait until nothing runs, and return the metrics; fails if blocks are never given back."""
     deadline = time.monotonic() + SAFETY / 2
     while time.monotonic() < deadline:
         metrics = await engine.metrics()
@@ -98,7 +98,7 @@ async def test_leaving_a_stream_gives_its_blocks_back(engine):
 
 
 async def held(engine: AsyncEngine) -> threading.Event:
-    """The engine's thread waits for the event, from now on."""
+    """Have the engine's thread wait for the event that is returned."""
     waits, go = threading.Event(), threading.Event()
     engine._submit(lambda: (waits.set(), go.wait(SAFETY)))
     await asyncio.to_thread(waits.wait, SAFETY)
@@ -106,7 +106,7 @@ async def held(engine: AsyncEngine) -> threading.Event:
 
 
 async def stopping(engine: AsyncEngine) -> asyncio.Task:
-    """A shutdown that has begun, in a thread of its own."""
+    """Begin a shutdown, in a thread of its own."""
     task = asyncio.create_task(asyncio.to_thread(engine.shutdown))
     while not engine._closed:
         await asyncio.sleep(0)

@@ -145,7 +145,7 @@ def test_forced_tokens_are_not_at_fault_for_a_prompt_of_their_step(length):
 
 @pytest.mark.parametrize(("drafted", "num_steps"), [("other", 4), ("r", 3)])
 def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
-    """They are drafts themselves, behind one of their own request or beside another one's."""
+    """They become drafts, behind a draft of their own request or beside those of another one."""
     slots = [[1, 2], [3, 4], *([t] for t in range(10, 30)), [5, 6], [7, 8]]
     prompt, model = [7, 8, 9], tiny.native("llama")
     truth = {"r": tokens_alone(model, prompt, slots, 24), "other": tiny.alone(model, prompt, 40)}
@@ -165,7 +165,7 @@ def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
 
 
 def test_forced_tokens_without_room_for_drafts_are_counted_once():
-    """A chunk in a step that has another request's drafts."""
+    """They are a chunk in a step that has another request's drafts."""
     choices = ([t, t + 1] for t in range(40, 60, 2))
     slots = [[1, 2], *([t] for t in range(10, 30)), *choices]
     params = SamplingParams(max_tokens=31, seed=3, frequency_penalty=1.0, ignore_eos=True)

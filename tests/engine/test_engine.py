@@ -108,7 +108,7 @@ def test_the_names_of_answers_are_taken_too():
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_fails_loses_nothing(error, when):
-    """Whether it fails before the model ran or after: the next step starts afresh."""
+    """The next step starts afresh, whether the step fails before the model ran or after."""
     engine = tiny.engine(num_blocks=14, max_num_batched_tokens=24)
     prompts = tiny.prompts(5, 10, 30, seed=4)
     stem = prompts[0][:16]
@@ -173,7 +173,7 @@ def test_abort_gives_everything_back_and_disturbs_nobody():
 
 
 def lose_step_in_flight(engine) -> None:
-    """Its rows are never written, and whoever waits for it gets the error."""
+    """Spoil the step in flight: its rows are not written, and waiting for it raises an error."""
     step = engine.in_flight.pipeline.steps[0].result
     store = engine.runner.attention.store
     keep = [np.ones(store.keys[0].shape[0], bool)]

@@ -48,7 +48,7 @@ def check(engine, bad, prompts=PROMPTS, name="llama", n=LENGTH, may_pass=False) 
 @pytest.mark.parametrize("nth", [0, 1, 4])
 @pytest.mark.parametrize(("position", "count"), [(0, 12), (3, 6), (5, 6), (11, 12)])
 def test_one_request_ends_alone(position, count, nth, place):
-    """nth: 0: its prompt fails; else its nth decode.  With and without steps ahead."""
+    """nth: the decode that fails; 0: the prompt fails.  Runs with and without steps ahead."""
     bad = {str(position): (decodes_from(nth), place)}
     for ahead in (False, True):
         engine = tiny.run_ahead(engine_of(), ahead)
@@ -101,7 +101,7 @@ def test_with_drafts(place):
 
 @pytest.mark.parametrize("seats", [4, 16])
 def test_a_crowd_of_bad_requests_costs_no_good_one(seats):
-    """Many more failures in a row than those of a lost device."""
+    """More steps fail in a row than when a device is lost."""
     good, engine = (14, 15, 20), engine_of(max_num_seqs=seats)
     prompts = tiny.prompts(24, 3, 20, seed=5)
     bad = {str(i): (decodes_from(0), "launch") for i in range(24) if i not in good}
@@ -144,7 +144,7 @@ def test_a_failure_that_does_not_repeat_ends_nobody(count, place):
 
 
 def test_requests_that_fail_only_together_all_finish():
-    """Such as those that need too much memory: they do not start again and again."""
+    """For example, they need too much memory together.  They do not start again and again."""
     engine, failures = engine_of(), []
     execute = engine.runner.execute
 

@@ -234,7 +234,7 @@ def test_text_on_the_way_never_shows_a_part_of_a_stop_string(llm, story):
 
 def test_a_stop_token_ends_the_answer_and_is_not_shown(llm, story):
     prompt, tokens = story
-    token = max(tokens, key=tokens.index)  # the one that comes first as late as can be
+    token = max(tokens, key=tokens.index)  # the token that first appears latest
     at = tokens.index(token)
     assert at > 20
     out = one(llm, prompt, greedy(60, stop_token_ids=[token]))
@@ -294,7 +294,7 @@ def check_logprobs(entry: dict, expected: np.ndarray, token: int, k: int) -> Non
 @pytest.mark.parametrize("budget", [7, 256])
 @pytest.mark.parametrize("neighbours", [0, 5])
 def test_logprobs_are_the_models_own(folder, native, budget, neighbours):
-    """In one go or in chunks, alone or preempted by neighbours."""
+    """The prompt is computed at once or in chunks, alone or preempted by neighbours."""
     options = {**OPTIONS, "num_blocks": 12, "max_model_len": 96}
     llm = LLM(str(folder), **{**options, "max_num_batched_tokens": budget})
     prompt = encode("The quick brown fox jumps over the dog")
@@ -330,7 +330,7 @@ def test_logprobs_are_taken_before_bias_and_temperature(llm, native):
 
 
 def test_penalties_follow_their_definition(llm, native):
-    """A greedy loop by hand over mlx-lm's logits."""
+    """The oracle is a greedy loop over mlx-lm's logits."""
     prompt = encode("to be or not to be")
     out = one(
         llm, prompt, greedy(20, frequency_penalty=1.5, presence_penalty=0.7, repetition_penalty=1.3)
@@ -484,7 +484,7 @@ def test_an_engine_that_serves_coroutines_is_no_llm_s_until_it_is_shut_down(llm,
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("call", ["llm.generate('a')", "LLM('demo')", "asyncio.run(ask())"])
 def test_a_forked_child_is_refused_by_the_rule(call):
-    """MLX hangs there.  In a process of its own, because pytest has threads."""
+    """MLX hangs there.  The test uses a process of its own, because pytest has threads."""
     text = f"""
 import asyncio, os, signal
 from vllm_metal_lite import LLM, AsyncEngine

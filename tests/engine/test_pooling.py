@@ -28,7 +28,7 @@ def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]
 
 
 def all_alone(name: str, prompts, pooling: str = "last") -> list[np.ndarray]:
-    """What `together` must give."""
+    """The embeddings that `together` must give."""
     return [alone(tiny.native(name), prompt, pooling) for prompt in prompts]
 
 
@@ -114,7 +114,7 @@ def test_16_bits(dtype):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_prompt_may_fill_the_context(pooling):
-    """Beside a decode, in chunks; one token more is refused."""
+    """The prompts are computed in chunks beside a decode.  One token more is refused."""
     engine = tiny.engine(max_model_len=64, num_blocks=16, max_num_batched_tokens=24)
     prompts = tiny.prompts(3, 64, 64, seed=11)
     params = PoolingParams(pooling=pooling)

@@ -22,7 +22,7 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 
-# Windows of 17 tokens (9 in /w9) beside all of the context; of 14 alone.
+# Most have windows of 17 tokens (9 in /w9) beside full layers; the last two have windows alone.
 NAMES = [
     "gemma3_text",
     "gpt_oss",
@@ -51,7 +51,7 @@ def test_layers_that_see_equally_far_back_form_a_group():
 @given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 30), st.integers(1, 9))
 @settings(max_examples=300)
 def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, block_size):
-    """By definition: all blocks with a token that any row of a chunk sees."""
+    """The definition: all blocks with a token that any row of a chunk sees."""
     group = KVGroup(window=window)
     seen = {
         at // block_size
@@ -68,7 +68,7 @@ def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, bloc
 
 
 def test_groups_that_take_blocks_from_one_pool_share_arrays():
-    """vLLM's way: the layers at one place of their groups, in blocks of their own."""
+    """As in vLLM, layers at the same index of their groups share arrays, in blocks of their own."""
     groups = [KVGroup((1,), num_blocks=4), KVGroup((0, 2), 9, num_blocks=4)]
     store = PagedStore([spec(9), spec(), spec(9)], groups, 8, shared=True)
     assert store.keys[0] is store.keys[1] is not store.keys[2]
@@ -103,7 +103,7 @@ def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
             if request.num_tokens > 110:
                 most[group.window] = max(most.get(group.window, 0), table.num_owned)
     assert tokens[0].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 60)
-    # Of 159 tokens stored, 20 blocks: the full group has all, the others what their windows touch.
+    # 159 tokens are in 20 blocks.  The full group keeps all, the others what their windows touch.
     assert most == {
         g.window: 20 if g.window is None else -(-(g.window - 1) // 8) + 1 for g in engine.kv_groups
     }
@@ -203,7 +203,7 @@ def test_names_behind_a_window_are_found_until_they_are_needed():
 
 
 def cached_tokens(engine: FakeEngine, users: int, at_once: int, is_chat: bool) -> list[int]:
-    """Of five turns of each user, with a system prompt of 40 tokens; users take turns.
+    """The cached tokens of five turns of each user, who share a system prompt of 40 tokens.
 
     is_chat: an answer is written anew, so that the next turn differs from the generation prompt on.
     """

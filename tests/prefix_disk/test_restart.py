@@ -36,7 +36,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
-# Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
+# Models that are dense, or have latents, windows, recurrent layers, experts or shared indexers.
 NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
     "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
@@ -142,7 +142,7 @@ def test_bytes_after_a_restart_are_equal(name):
 
 
 def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
-    """Of the blocks of a prefix, and of the state behind it."""
+    """The bytes of a prefix: of its blocks, and of the state after it."""
     of, names = engine.prefix_disk, []
     extend_block_names(names, prefix, 8, len(prefix) // 8)
     parts = of.parts.of(names)
@@ -349,7 +349,7 @@ def test_one_changed_value_or_moved_row_of_any_weight_gives_another_namespace(na
 
 @pytest.mark.parametrize("name", ["llama", "youtu_llm", "plamo2", "baichuan_m1"])
 def test_another_config_has_another_namespace(name):
-    """With equal weights, and whether or not the model keeps its arguments."""
+    """The weights are equal.  Some of these models do not keep their arguments."""
     changes = {}, {"rope_theta": 1234.0}, {"rope_theta": 4321.0}
     found = [namespace_of(tiny.load(name, **change)) for change in (*changes, {})]
     assert found[0] == found[3]
@@ -429,7 +429,7 @@ def test_only_counting_blocks_are_missing():
 
 @pytest.mark.parametrize(("late", "least", "most"), [(5, 0.7, 100), (1000, 0.5, 0.5)])
 def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
-    """Steps of other requests, which delay the copies a little, are no time of reading."""
+    """Steps of other requests delay the copies a little.  That is not time of reading."""
     again, _ = restarted("llama")
     reader = again.prefix_disk.reader
     fast = reader.speeds.read

@@ -13,13 +13,13 @@ from vllm_metal_lite.prefix_disk.writer import DiskWriter
 
 
 def parts_of(numbers: list[int]) -> list[Part]:
-    """Of the number 0, a part larger than the quota."""
+    """A part for each number.  The part of number 0 is larger than the quota."""
     return [Part(key(n), 0, key(n), SIZE if n else 9 * TAKEN) for n in numbers]
 
 
 @pytest.fixture
 def writer(tmp_path, monkeypatch) -> DiskWriter:
-    """One that copies a file at a time, with a quota of 8."""
+    """A writer that copies one file at a time, and has a quota of 8 files."""
     monkeypatch.setattr(module, "_COPIED", 1)
     kv = SimpleNamespace(block_size=16)
     parts = SimpleNamespace(kv=kv, are_kept=bool, may_be_cut=True, of=parts_of)

@@ -1,4 +1,4 @@
-"""Steps under way: one ahead, with tokens that the host does not know."""
+"""Steps in flight: one is ahead, with tokens that the host does not know."""
 
 import gc
 import queue
@@ -26,7 +26,7 @@ class Bench(RunnerBench):
         self.computed = np.zeros(len(PROMPTS), np.int32)
 
     def launch(self):
-        """The next step of all of them: to the end of the tokens that have room."""
+        """Launch the next step of all prompts, up to the last token that the table has room for."""
         scheduled = self.inputs.num_tokens[self.rows] - self.computed
         batch = self.inputs.pack(self.rows, self.computed, scheduled)
         self.computed = self.computed + scheduled
@@ -58,7 +58,7 @@ def test_tokens_are_the_same_one_step_ahead(ahead):
 
 
 def test_room_is_made_once():
-    """Steps of nothing do not launch, and nobody has to know how many there are."""
+    """`advance` may be called again without a launch between."""
     bench = Bench()
     bench.launch()
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_a_failure_is_raised_where_the_step_is_waited_for():
 
 
 def test_a_step_that_is_over_leaves_nothing_to_the_garbage_collector():
-    """What sees the store must not outlive it: a plugin that sleeps gives its memory back."""
+    """A plugin that sleeps frees the store, so no object that holds it may outlive a step."""
     bench, seen = Bench(), []
     attention = bench.pipeline.runner.attention
     begin = attention.begin

@@ -61,7 +61,7 @@ class FakeResult(StepResult):
 
 
 class FakeRunner:
-    """Replaces a ModelRunner.  launched: called behind each launch."""
+    """Replaces a ModelRunner.  launched: is called after each launch."""
 
     def __init__(self, model: FakeModel, sampler: Sampler) -> None:
         self.model, self.sampler, self.fails = model, sampler, False
@@ -84,7 +84,7 @@ class FakeRunner:
         return self.in_flight[-1]
 
     def forget(self) -> None:
-        """What the steps in flight should have written is not there."""
+        """Lose what the steps in flight should have written."""
         for step in self.in_flight:
             self.model.forget(step.batch)
         self.in_flight.clear()
@@ -92,7 +92,7 @@ class FakeRunner:
 
 @cache
 def _loaded() -> LoadedModel:
-    """What an engine asks of its model beside its forwards."""
+    """The model that an engine asks for all but forwards."""
     return tiny.load("llama", vocab_size=VOCAB_SIZE)
 
 
@@ -159,7 +159,7 @@ class FakeEngine(LLMEngine):
         return self.steps[-1] if len(self.steps) > before else SchedulerOutput()
 
     def launch(self, output: SchedulerOutput) -> None:
-        """A step that reads new blocks before they are written fails."""
+        """Launch a step; it fails if it reads new blocks before they are written."""
         for segment in output.segments:
             is_new = segment.request in output.admitted
             shared = segment.num_computed // self.config.block_size if is_new else 0
@@ -168,7 +168,7 @@ class FakeEngine(LLMEngine):
         self._launch(output)
 
     def run(self, max_steps: int = 10_000) -> list[SchedulerOutput]:
-        """Step until every request has finished; the steps since then."""
+        """Step until every request has finished; returns these steps."""
         before = len(self.steps)
         while self.unfinished:
             assert len(self.steps) - before < max_steps, "requests do not finish"
