@@ -24,7 +24,7 @@ SECONDS = 0.5
 
 @pytest.fixture
 def clock(monkeypatch):
-    """cost: the seconds of a step, as a function of its batch; they pass while somebody waits."""
+    """A clock that moves while a step is waited for.  cost: the seconds of a step, by its batch."""
     clock = SimpleNamespace(now=100.0, cost=lambda batch: 0.01)
     wait = result.StepResult.wait
 
@@ -107,7 +107,7 @@ def rows_left(limit: StepLimit, context: int = 0) -> int:
 
 
 def test_the_first_step_of_a_width_lowers_nothing():
-    """It may have compiled."""
+    """That step may have compiled."""
     limit = StepLimit(1.0, compiles=True)
     before = rows_left(limit)
     limit.record(output(200, 0, 8.0))
@@ -128,7 +128,7 @@ def test_short_chunks_do_not_let_long_contexts_in():
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "granitemoehybrid"])
 def test_tokens_are_the_same_at_any_speed(clock, monkeypatch, name, policy):
-    """Few blocks, drafts, scored prompts and spans beside plain ones."""
+    """Blocks are few, and plain requests run beside drafts, scored prompts and spans."""
     monkeypatch.setattr(step_limit, "_FIRST", 8)
     monkeypatch.setattr(step_limit, "_LEAST", 2)
     random = Random(0)

@@ -11,6 +11,7 @@ from tests.support.engine.batches import pack
 from tests.support.engine.runner_bench import RunnerBench
 from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
+from vllm_metal_lite.assembly import choose_attention
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
@@ -21,7 +22,6 @@ from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.step import SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import sequence_batches
-from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.
 NAMES = {

@@ -71,7 +71,7 @@ def through_kernels(ranks, names):
                 "tokens": tokens,
                 "launched": sorted(launched),
                 "failed": engine.runner.path.failed_kernels,
-                "ahead": engine.pipeline.num_ahead,
+                "ahead": engine.in_flight.pipeline.num_ahead,
                 "preemptions": metrics["preemptions"],
                 "hits": metrics["prefix_cache_hit_tokens"],
             }

@@ -104,7 +104,9 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
     monkeypatch.setattr(intake, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
     expected, _ = run()
     if kind == "drafts":
-        made.speculator = Guesses(made, {str(i): tokens for i, tokens in enumerate(expected)})
+        made.in_flight.speculator = Guesses(
+            made, {str(i): tokens for i, tokens in enumerate(expected)}
+        )
     never = {**NEVER, "n": 2, "frequency_penalty": 1.0}
     tokens, done = run(never=never, word={**word, "logprobs": 1})
     assert tokens == expected

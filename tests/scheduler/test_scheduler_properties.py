@@ -367,7 +367,7 @@ def check_end_every_block_is_free_or_cached(play: Play) -> None:
 def check_end_nothing_is_left(play: Play) -> None:
     scheduler = play.engine.scheduler
     assert scheduler.num_running == len(scheduler.waiting) == 0
-    assert len(play.engine.inputs._free_seats) == play.workload.max_num_seqs
+    assert len(play.engine.in_flight.inputs._free_seats) == play.workload.max_num_seqs
 
 
 def check_end_counters(play: Play) -> None:

@@ -8,13 +8,13 @@ tokens' logits decides whether they were a tie.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -65,18 +65,24 @@ class Comparison:
         return all(difference.is_tie for difference in self.differences)
 
 
-def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: None) -> Comparison:
+def compare(
+    model: LoadedModel,
+    make_engine: Callable[[LoadedModel, EngineConfig], Any],
+    progress: Callable[[str], object] = lambda _: None,
+) -> Comparison:
     """Answer the same prompts with the reference and with the path that "auto" chooses here.
 
-    progress: gets the name of the part that begins.
+    make_engine: LLMEngine.  progress: gets the name of the part that begins.
     """
     prompts = _prompts(model)
     seconds = {}
     progress("the answers of the reference")
-    reference, seconds["reference"] = _answers(_engine(model, "reference"), prompts)
+    reference, seconds["reference"] = _answers(
+        make_engine(model, _config(model, "reference")), prompts
+    )
     mx.clear_cache()
     progress("the engine with kernels")
-    engine = _engine(model, "auto")
+    engine = make_engine(model, _config(model, "auto"))
     path, reason = engine.runner.attention.name, engine.runner.path.reason
     progress("the answers of the kernels")
     by_kernels, seconds["auto"] = _answers(engine, prompts)
@@ -90,9 +96,9 @@ def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: No
     return Comparison(path, reason, len(prompts), tokens, seconds, found)
 
 
-def _engine(model: LoadedModel, attention: str) -> LLMEngine:
+def _config(model: LoadedModel, attention: str) -> EngineConfig:
     longest = min(model.max_position, max(PROMPTS) + NEW_TOKENS + _BLOCK)
-    config = EngineConfig(
+    return EngineConfig(
         block_size=_BLOCK,
         num_blocks=len(PROMPTS) * -(-longest // _BLOCK) + len(PROMPTS),
         max_num_seqs=len(PROMPTS),
@@ -101,7 +107,6 @@ def _engine(model: LoadedModel, attention: str) -> LLMEngine:
         attention=attention,
         speculate="off",
     )
-    return LLMEngine(model, config)
 
 
 def _prompts(model: LoadedModel) -> list[list[int]]:
@@ -115,7 +120,7 @@ def _prompts(model: LoadedModel) -> list[list[int]]:
     return [tokens[i : min(i + length, longest)] for i, length in zip(STARTS, PROMPTS, strict=True)]
 
 
-def _answers(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], float]:
+def _answers(engine: Any, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], float]:
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)

@@ -27,6 +27,7 @@ from vllm_metal_lite.cli import doctor_report, log, machine, shared_report
 from vllm_metal_lite.cli.doctor_report import Report
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.shared_report import context_that_fits
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.step_peak import step_peak_bytes
@@ -121,7 +122,7 @@ def _examine_kernels(
     with _section(report, "answers", "comparing answers"):
         try:
             report.answers = compare_tokens.compare(
-                model, lambda what: log.progress(f"doctor: comparing: {what}")
+                model, LLMEngine, lambda what: log.progress(f"doctor: comparing: {what}")
             )
         except MetalLiteError as e:  # too little memory
             report.not_compared = one_line(e)

@@ -19,8 +19,8 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: token ids of the texts that must not appear.  constraint: what else limits the
-    tokens.  pooling: set if the request only reads its prompt.
+    bad_words: the token ids of texts that must not appear.  constraint: a grammar, or a limit of
+    thoughts.  pooling: set if the request only reads its prompt.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.bad_words, self.constraint, self.pooling = bad_words, constraint, pooling
-        # Their log-probabilities become the `pooled` of the result.
+        # The log-probabilities of these tokens become `result.pooled`.
         self.score_token_ids = () if pooling is None else pooling.score_token_ids or ()
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
@@ -62,20 +62,19 @@ class Answer:
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """First prompt position that still scores the next token; None: none requested."""
+        """The first position of the prompt whose next token still needs a score; None: no scores
+        were requested."""
         scored = self.result.prompt_logprobs
         if scored is None or self.output.index != 0:
             return None
         return len(scored) - 1
 
-    def report_cached(self) -> None:
+    def report_cached(self, num_restored: int) -> None:
         """Report how much of the prompt was cached.  All answers of a request share the prompt, so
-        only the first answer reports it."""
+        only the first answer reports it.  num_restored: the cached tokens that the disk brought."""
         if self.output.index == 0:
-            request = self.request
-            self.result.num_cached_tokens = request.num_cached_tokens
-            restored = min(request.num_restored_tokens, request.num_cached_tokens)
-            self.result.num_restored_tokens = restored
+            self.result.num_cached_tokens = self.request.num_cached_tokens
+            self.result.num_restored_tokens = num_restored
 
     def take(self, result: StepResult, rows: range) -> bool:
         """Take the tokens of a step's rows; True when one ends the answer."""
@@ -106,7 +105,7 @@ class Answer:
     def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
         tokens = self._token_ids
-        # Before min_tokens only a grammar that is over lets the sampler draw a stop token.
+        # Before min_tokens only a grammar that has ended lets the sampler draw a stop token.
         if token_id in self._stop_ids:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output

@@ -19,14 +19,18 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
-# Tokens known in advance that are worth a segment of their own.
+# Fewer forced tokens than this get no segment of their own.
 MIN_FORCED = 2
 
 
 @dataclass(slots=True)
 class _Constrained:
-    """num_accepted: tokens that the constraint has seen.  packs: forced tokens become a segment.
-    masks[i]: allowed tokens of the row after i drafts; None: any token."""
+    """The constraint of one answer.
+
+    packs: whether forced tokens become a segment of their own.
+    num_accepted: how many tokens the constraint has seen.
+    masks[i]: the tokens that the row after i drafts may sample; None: any token.
+    """
 
     constraint: Constraint
     packs: bool
@@ -50,7 +54,8 @@ class Constraints:
     def add(self, request: Request, constraint: Constraint, params: SamplingParams) -> None:
         """Constrain a request that has no tokens of its own yet; it gets the tokens that are known
         already."""
-        # Forced tokens are not sampled: they have no log-probabilities, and meet no other limit.
+        # Forced tokens are not sampled: they have no log-probabilities, and logit_bias,
+        # allowed_token_ids and bad_words do not apply to them.
         others = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.logprobs)
         entry = _Constrained(constraint, all(limit is None for limit in others))
         self._of[request] = entry
@@ -68,7 +73,7 @@ class Constraints:
 
     def continued(self, request: Request, draft: Sequence[int], most: int) -> list[int]:
         """The part of a draft that a request's constraint accepts, and the forced tokens behind
-        it: at most `most`.  Keeps the masks of their rows."""
+        it, at most `most` in all.  Keeps the masks of their rows."""
         if (entry := self._of.get(request)) is None:
             return list(draft)
         constraint, pending = entry.constraint, list(draft)

@@ -24,7 +24,7 @@ MAX_FAILURES = 5
 
 
 class FailedSteps:
-    """at_fault: the requests to end.  num_failures: in a row.  Knows nothing of answers."""
+    """at_fault: the requests that must end.  num_failures: how many steps in a row have failed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.at_fault: list[Request] = []

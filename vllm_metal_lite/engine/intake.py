@@ -26,7 +26,7 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Intake:
-    """Makes answers from users' arguments.  num_requests: those accepted so far."""
+    """Makes answers from users' arguments.  num_requests: how many requests were accepted."""
 
     def __init__(self, model: LoadedModel, max_model_len: int, config: EngineConfig) -> None:
         self._model, self._max_model_len, self._config = model, max_model_len, config
@@ -120,7 +120,7 @@ def _check_arguments(request_id: Any, params: Any, priority: Any, fair_round: An
 
 
 def _check_checkpoints(checkpoints: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens of a prompt of num_tokens, as ints.  Raises RequestError."""
+    """The checkpoints as ints.  Raises RequestError for one outside a prompt of num_tokens."""
     if not is_list(checkpoints):
         raise RequestError(
             f"checkpoints must be a list of numbers of tokens, got {show(checkpoints)}"

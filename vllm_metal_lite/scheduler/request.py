@@ -90,9 +90,6 @@ class Request:
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
     num_followed: int = field(init=False, default=0)
-    # Whether the request waits for the disk (None: not decided yet), and the tokens read there.
-    wants_restore: bool | None = field(init=False, default=None)
-    num_restored_tokens: int = field(init=False, default=0)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
     # How often a step of it has failed without showing the request at fault.

@@ -42,7 +42,8 @@ class Scheduler:
 
     groups: the store's KV groups.  max_model_len: longest context, in tokens.  num_state_slots: of
     recurrent states; 0 if the model keeps none.  shares_in_step: a request may start behind blocks
-    that another one computes in the same step.
+    that another one computes in the same step.  must_wait: whether a request waits until its prefix
+    is read from the disk.  limit: keeps steps short.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Scheduler:
         max_model_len: int,
         num_state_slots: int = 0,
         shares_in_step: bool = True,
+        must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False,
+        limit: StepLimit | None = None,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
@@ -61,10 +64,7 @@ class Scheduler:
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self.drafts = DraftScheduler(self.kv, self._states)
-        # Whether a request waits until its prefix is read.  The prefix disk sets this function.
-        self.must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False
-        # Follows the times of steps, if the engine sets it.
-        self.limit: StepLimit | None = None
+        self.must_wait, self.limit = must_wait, limit
         # While there are suspects, each step holds one of them, alone.  See FailedSteps.
         self.suspects: dict[Request, int] = {}
         self.num_preemptions = 0

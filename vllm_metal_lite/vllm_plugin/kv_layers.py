@@ -13,12 +13,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_metal_lite import envs
+from vllm_metal_lite.assembly import choose_attention
 from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.state_slot_manager import StateSlotSpec, state_slot_spec
 

@@ -111,7 +111,7 @@ class RankWorker(MetalLiteWorker):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         output = super().sample_tokens(grammar_output)
         if not self._is_leader and self.pipeline.steps:  # vLLM waits for the leader's step only
-            self._waiter.submit(self._wait, self.pipeline.steps[-1].wait)
+            self._waiter.submit(self._wait, self.pipeline.steps[-1].result.wait)
         return output
 
     @_fatal

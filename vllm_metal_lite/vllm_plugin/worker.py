@@ -11,6 +11,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend, envs
+from vllm_metal_lite.assembly import build_runner
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
@@ -18,7 +19,6 @@ from vllm_metal_lite.errors import ConfigError, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.adapters import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
-from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -220,7 +220,12 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        self.pipeline.begin(step)
+        try:
+            result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        except Exception:
+            self.pipeline.steps.pop()  # vLLM calls once more before it reads the error
+            raise
         output = StepOutput(step, result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
             return output  # a stage that is done may start the next step

@@ -125,7 +125,7 @@ def compile_on_cpu(engine: LLMEngine, prefill: str = "gather") -> LLMEngine:
     """Put ArrayAttention into an engine and have its steps compiled."""
     store, shapes = engine.runner.attention.store, engine.model.attention_shapes
     attention = ArrayAttention(store, prefill, shapes)
-    engine.pipeline.runner = ArrayRunner(
+    engine.in_flight.pipeline.runner = ArrayRunner(
         engine.model.packed, StepPath(attention), engine.runner.sampler
     )
     engine.runner.compiled.reason = None

@@ -58,7 +58,7 @@ def spoil(engine: LLMEngine, bad: Mapping[str, tuple[Callable[[Segment], bool], 
 
 
 def serve(engine: LLMEngine, max_steps: int = 4000) -> tuple[dict[str, Any], dict[str, str]]:
-    """Step to the end, as a server does; the finished outputs and the errors, by request id."""
+    """Step to the end, as a server does; returns the finished outputs, and the errors, by id."""
     done: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for _ in range(max_steps):

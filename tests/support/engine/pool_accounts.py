@@ -1,4 +1,4 @@
-"""Whether the accounts of blocks and of state slots are consistent."""
+"""Checks that the accounts of blocks and of state slots are consistent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 
 def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-    """block_tables: all of them; None: ownerships are not checked."""
+    """Check a pool.  block_tables: those of all owners; None: the owners are not checked."""
     free, cached = set(pool._free), set(pool._cached)
     owned = {b for b in range(pool.num_blocks) if pool._ref[b] > 0}
     assert len(free) == pool.num_free, "a block is free twice"

@@ -14,7 +14,11 @@ class RunnerBench:
 
     def __init__(self, prompts, num_blocks=32, name="llama"):
         engine = tiny.engine(name, attention="reference", num_blocks=num_blocks)
-        self.runner, self.inputs, self.pipeline = engine.runner, engine.inputs, engine.pipeline
+        self.runner, self.inputs, self.pipeline = (
+            engine.runner,
+            engine.in_flight.inputs,
+            engine.in_flight.pipeline,
+        )
         self.prompts, rows = prompts, []
         for i, prompt in enumerate(prompts):
             rows.append(self.inputs.add(prompt, len(prompt)))

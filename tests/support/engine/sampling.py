@@ -1,4 +1,4 @@
-"""What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
+"""A reference of sampling in float64, one row at a time; and helpers that run the sampler."""
 
 import math
 
@@ -13,9 +13,15 @@ EOS = (3,)
 EMPTY = np.zeros(0, np.int32)
 
 SEEDED = SamplingParams(
-    temperature=1.2, top_k=40, top_p=0.97, repetition_penalty=1.3, frequency_penalty=0.2,
-    min_tokens=4, stop_token_ids=[9], logit_bias={4: 2.0},
-)  # fmt: skip
+    temperature=1.2,
+    top_k=40,
+    top_p=0.97,
+    repetition_penalty=1.3,
+    frequency_penalty=0.2,
+    min_tokens=4,
+    stop_token_ids=[9],
+    logit_bias={4: 2.0},
+)
 VOCAB = 6400
 PROMPT = np.array([5, 6, 7, 5], np.int32)
 
@@ -94,7 +100,7 @@ def random_logits(seed, *shape, scale=3.0):
 
 
 def assert_fits(counts, probs):
-    """By chi-square."""
+    """Compare frequencies by a chi-square test."""
     assert counts[probs == 0].sum() == 0
     expected, counts = probs[probs > 0] * counts.sum(), counts[probs > 0]
     stat, df = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1

@@ -60,7 +60,7 @@ class Workload:
 
 
 def make_spans(choose: Choose, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Few spans of a prompt, or none; some touch each other, and some are the whole prompt."""
+    """A few spans of a prompt, or none.  Some touch each other; some are the whole prompt."""
     spans, at = [], 0
     for length in choose([(), (), (), (30,), (2, 3), (5,), (4, 4, 4), (1, 9)]):
         start = min(at + choose([0, 0, 1, 2, 5]), num_tokens)

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.pooling import checked, truncate
 from vllm_metal_lite.engine.prompt_ids import as_list, encode
-from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, must_be

@@ -151,7 +151,7 @@ def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
     mapped: blocks that the runs show, up to the last one in use; later ones are free.  per_cell:
     blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
     """
-    pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]
+    pool, tables = engine.scheduler.kv.pools[0], engine.in_flight.inputs.block_tables[0]
     # Owners by number, so that a cell of several blocks can show the highest: free, cached, shared,
     # then requests.
     owners = np.zeros(pool.num_blocks, np.int32)

@@ -1,4 +1,4 @@
-"""The assembly: a model's attention and fusion, as checks and rooms on top of the core say."""
+"""The assembly chooses a model's attention and fusion, as the optional rooms say."""
 
 import re
 import sys
@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
+from vllm_metal_lite.assembly import build_runner, choose_attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.distributed import RankGroup
@@ -16,7 +17,6 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
-from vllm_metal_lite.runner.build import build_runner, choose_attention
 from vllm_metal_lite.sampling.sampler import Sampler
 
 SKINNY = range(1, 9)
@@ -24,7 +24,7 @@ SKINNY = range(1, 9)
 
 @pytest.fixture
 def fast_skinny_gemm(monkeypatch):
-    """Timing means nothing here."""
+    """Nothing is timed, since times mean nothing here."""
     monkeypatch.setattr(decide, "faster_rows", lambda *_: SKINNY)
 
 
@@ -49,7 +49,7 @@ def test_without_a_gpu_the_reference_is_used_unchecked_and_without_a_warning(mon
 
 
 def test_a_stage_attends_as_the_others_can(a_gpu, monkeypatch):
-    """It must not wait for checks that they do not make."""
+    """The stage must not wait for checks that the others do not make."""
     with_wrong(monkeypatch)
     model, ranks = tiny.packed("qwen3"), RankGroup()
     ranks.gather = lambda own: [own, "heads of 20"]

@@ -1,4 +1,4 @@
-"""The prefix disk of an engine that keeps no prefixes on the disk."""
+"""An engine's prefix disk if it keeps no prefixes on the disk."""
 
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request
@@ -6,13 +6,19 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 class NoPrefixDisk:
-    """The interface of `prefix_disk.disk.PrefixDisk`, for an engine without one."""
+    """Keeps nothing.  `prefix_disk.disk.PrefixDisk` overrides every method, and explains it."""
 
     description: str | None = None
-    has_copies = False
+
+    @property
+    def has_copies(self) -> bool:
+        return False
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         return False
+
+    def restored_tokens(self, request: Request) -> int:
+        return 0
 
     def step_finished(self, output: SchedulerOutput) -> None: ...
 
