@@ -5,12 +5,11 @@ group's window are released; their entries stay in the table but are no longer r
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
-from vllm_metal_lite.scheduler.checkpoints import end_of_turn, plan_checkpoints
+from vllm_metal_lite.scheduler.checkpoints import likely_starts
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, Span
@@ -121,22 +120,11 @@ class KVCacheManager:
                 pool.touch(table.owned)
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
-        start, wanted = hit.num_tokens, request.checkpoint_positions
-        boundary = partial(request.last_boundary, block_size=self.block_size)
-        if self.states is not None:
-            if self.enable_caching:
-                end = end_of_turn(request.num_prompt_tokens, boundary, wanted)
-                places = [boundary(at) // self.block_size for at in wanted if at <= start]
-                names = [request.block_names[place - 1] for place in places if place]
-                self.states.continue_from(request, end, hit.state_slot, start, names)
-            self.states.admit(request, hit.state_slot)
-        if self.enable_caching:
+        if self.enable_caching and self._windowed:
+            start = hit.num_tokens
             found = max(hit.num_in_blocks, start)
-            planned = plan_checkpoints(request.num_tokens, start, boundary, found, wanted)
-            kept = [p.position for p in planned if not p.disposable]
-            request.kept_positions = [*kept, start]  # others may start there too
+            request.kept_positions = [*likely_starts(request, start, found, self.block_size), start]
             self._use_named_windows(request, start)
-            request.planned = [] if self.states is None else planned
 
     def _use_named_windows(self, request: Request, most: int) -> None:
         """Mark the whole windows before the positions that a request names as used just now."""
@@ -188,8 +176,6 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, and its state."""
-        if self.states is not None:
-            self.states.free(request)
         for pool, table in zip(self.pools, request.block_tables, strict=False):
             pool.free(table.owned)
         request.block_tables = []
@@ -210,7 +196,7 @@ class KVCacheManager:
         is a state if the model keeps one.  The request's last token is never part of it."""
         names, in_blocks, length = request.block_names, 0, 0
         find = [pool.lookup for pool in self.pools]
-        find_state = None if self.states is None else self.states.pool.lookup
+        find_state = None if self.states is None else self.states.lookup
         if self.reads_cache(request):
             in_blocks, length = self.longest_prefix(request, find, find_state)
         state = find_state(names[length - 1]) if find_state is not None and length else None
@@ -285,7 +271,7 @@ class KVCacheManager:
         for pool in self.pools:
             pool.reset()
         if self.states is not None:
-            self.states.pool.reset()
+            self.states.reset()
 
     def block_names(self, request: Request, num_tokens: int) -> list[bytes]:
         """The names of all full blocks of the first num_tokens."""

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, SegmentState
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.block_pool import BlockTable
-from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
 
 # Tokens [start, end) of a prompt that one step computes together.
 Span = tuple[int, int]
@@ -17,16 +16,6 @@ class RequestStatus(Enum):
     WAITING = auto()
     RUNNING = auto()  # has a seat
     FINISHED = auto()
-
-
-@dataclass(slots=True, eq=False)
-class ConversationCheckpoints:
-    """Checkpoints that a turn of a conversation leaves for the next one (state_slots.py).
-
-    end: a request that starts at this position, or behind it, is the next turn.
-    """
-
-    end: int
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -73,23 +62,8 @@ class Request:
     num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_names: list[bytes] = field(init=False, default_factory=list, repr=False)
-    # The state slots of the last segment.  None: no recurrent layers, or no seat.
-    state: SegmentState | None = field(init=False, default=None)
-    # Checkpoints of the known tokens that are still to be computed, in order.
-    planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
     # Positions that later prompts may start from: blocks of windows before them are kept longest.
     kept_positions: Sequence[int] = field(init=False, default=(), repr=False)
-    # While decoding: the name of the state at the end of the last whole block.
-    rolling: bytes | None = field(init=False, default=None)
-    # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
-    own_checkpoints: ConversationCheckpoints | None = field(init=False, default=None, repr=False)
-    earlier_checkpoints: ConversationCheckpoints | None = field(
-        init=False, default=None, repr=False
-    )
-    # The prompt that this one waits for, and the position; how many prompts it has waited for
-    # (following.py).
-    leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
-    num_followed: int = field(init=False, default=0)
     # Whether the request waits for the disk (None: not decided yet), and the tokens read there.
     wants_restore: bool | None = field(init=False, default=None)
     num_restored_tokens: int = field(init=False, default=0)

@@ -185,8 +185,7 @@ class Scheduler:
         """
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         if self._states is not None:
-            for checkpoint in output.checkpoints:  # requests of later steps may start there
-                self._states.name(checkpoint, output)
+            self._states.name_checkpoints(output)
         if not self.shares_in_step:
             for segment in output.segments:
                 if segment.request.status is running:
@@ -392,6 +391,8 @@ class Scheduler:
             if self.kv.reads_cache(request):
                 out.counts.add_hit(request, hit)
         self.kv.admit(request, hit)
+        if self._states is not None:
+            self._states.admit(request, hit)
         out.admitted.append(request)
         start = request.num_computed_tokens
         end = request.last_end(start + min(num_new_tokens, self.kv.room(request)))
@@ -500,4 +501,6 @@ class Scheduler:
     def _unseat(self, request: Request) -> None:
         if not self.decodes.discard(request):
             self.partials.discard(request)
+        if self._states is not None:
+            self._states.free(request)
         self.kv.free(request)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
+from vllm_metal_lite.scheduler.checkpoints import Checkpoint
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks, PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 
@@ -36,20 +37,6 @@ class Segment:
     def known_end(self) -> int:
         """The end without drafts."""
         return self.end - len(self.draft_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A state that a step writes to `slot`, for prompts that begin with the request's first
-    `position` tokens.  disposable, shared: see `PlannedCheckpoint`.  rolling: a later one of the
-    request replaces it."""
-
-    request: Request
-    slot: int
-    position: int
-    disposable: bool = False
-    shared: bool = False
-    rolling: bool = False
 
 
 @dataclass(slots=True)
@@ -95,7 +82,7 @@ class SchedulerOutput:
     # (KV group, block) of the blocks named in this step.
     named: list[tuple[int, int]] = field(default_factory=list)
     # `advance` names these, and also the blocks if requests of one step cannot share them.
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[tuple[Request, Checkpoint]] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
     has_drafts: bool = False
     # Set by `advance`: the requests whose next token the step samples, in order.
