@@ -45,16 +45,19 @@ class Checkpoint:
     used_at: float = 0.0
     has_name: bool = False
 
-    @property
-    def worth(self) -> float:
-        """How many tokens a prompt would compute without it: down to the checkpoint before.  An
-        eighth of them if only one prompt has passed."""
+    def priority(self) -> float:
+        """What it is worth, plus `used_at`: the checkpoint with the lowest sum is evicted.
+
+        The worth is how many tokens a prompt would compute without it, back to the checkpoint
+        before, and an eighth of them if one prompt has passed.
+        """
         before = self.before
-        while before is not None and not before.has_name:
-            before = before.before
-        self.before = before
-        num_tokens = self.position - (0 if before is None else before.position)
-        return num_tokens / _PASSED if self.num_next == 1 else num_tokens
+        if before is not None and not before.has_name:
+            while before is not None and not before.has_name:
+                before = before.before
+            self.before = before
+        num_tokens = self.position if before is None else self.position - before.position
+        return self.used_at + (num_tokens / _PASSED if self.num_next == 1 else num_tokens)
 
     def passed(self) -> None:
         """A prompt that started here has left a checkpoint behind this one."""

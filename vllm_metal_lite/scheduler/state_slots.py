@@ -12,8 +12,8 @@ What a step releases stays owned until the next step: within a step, no slot tha
 may be read or written by another.
 
 Eviction is GreedyDual, a rule for caches whose entries cost unlike amounts.  The checkpoint with
-the lowest sum of `worth` and `used_at` goes.  The clock becomes this sum, and `used_at` is the
-clock at a checkpoint's last use.  So each checkpoint goes once it is unused for long.
+the lowest priority goes, and the clock becomes this priority.  A priority is the worth plus
+`used_at`, the clock at the last use.  So each checkpoint goes once it is unused for long.
 """
 
 from itertools import islice
@@ -25,7 +25,7 @@ from vllm_metal_lite.scheduler.request import Request
 
 # Eviction chooses among this many checkpoints, the least recently used ones: to look at all would
 # take too long with thousands of slots.
-_COMPARED = 64
+_COMPARED = 32
 
 
 class StateSlots(BlockPool):
@@ -155,13 +155,10 @@ class StateSlots(BlockPool):
             self.unname([checkpoint.slot])
 
     def _least_useful(self) -> int:
-        slot = min(islice(self._cached, _COMPARED), key=self._priority)
-        self._clock = max(self._clock, self._priority(slot))
-        return slot
-
-    def _priority(self, slot: int) -> float:
-        checkpoint = self._checkpoints[slot]
-        return checkpoint.used_at + checkpoint.worth
+        oldest = map(self._checkpoints.__getitem__, islice(self._cached, _COMPARED))
+        checkpoint = min(oldest, key=Checkpoint.priority)
+        self._clock = max(self._clock, checkpoint.priority())
+        return checkpoint.slot
 
     def _forget(self, block: int) -> None:
         super()._forget(block)
