@@ -29,9 +29,8 @@ class Host:
 
     def add(self, prompt: list[int], max_tokens: int, named: tuple[int, ...]) -> Request:
         name, self.num_requests = str(self.num_requests), self.num_requests + 1
-        request = Request(
-            name, prompt, max_tokens, arrival=self.num_requests, checkpoint_positions=named
-        )
+        order = (self.num_requests,)
+        request = Request(name, prompt, max_tokens, order, checkpoint_positions=named)
         self.scheduler.add(request)
         return request
 

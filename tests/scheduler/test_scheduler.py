@@ -108,7 +108,7 @@ def test_requests_with_limits_share_them():
 
 
 def test_chunks_shrink_as_the_context_grows(monkeypatch):
-    monkeypatch.setattr("vllm_metal_lite.scheduler.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
+    monkeypatch.setattr("vllm_metal_lite.scheduler.chunk_sizes.MAX_CHUNK_TIMES_CONTEXT", 100)
     engine = make(max_num_batched_tokens=10)
     engine.add(prompt(40), max_tokens=1)
     assert [shape(out)[0][2] for out in run_and_check(engine)] == [10, 9, 5, 4, 3, 3, 2, 2, 2]
@@ -437,7 +437,7 @@ def test_a_span_that_no_step_can_hold_is_refused(spans, options, message):
 
 
 def test_a_span_far_behind_in_a_context_is_refused(monkeypatch):
-    monkeypatch.setattr("vllm_metal_lite.scheduler.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
+    monkeypatch.setattr("vllm_metal_lite.scheduler.chunk_sizes.MAX_CHUNK_TIMES_CONTEXT", 100)
     engine = make(max_num_batched_tokens=12)
     with pytest.raises(RequestError, match=r"5 tokens; .* 4 of them \(behind a context of 24 tok"):
         engine.add(prompt(40), spans=[(24, 29)])
@@ -529,7 +529,7 @@ def test_a_step_costs_the_host_little():
     config = fake_config(16, max_num_seqs=256, max_num_batched_tokens=4096)
     scheduler = Scheduler(config, [KVGroup(num_blocks=8192)], 4096)
     for i in range(256):
-        scheduler.add(Request(str(i), prompt(16, i), 200, arrival=i))
+        scheduler.add(Request(str(i), prompt(16, i), 200, (i,)))
     calls = 0
 
     def count(frame: FrameType, event: str, function: object) -> None:

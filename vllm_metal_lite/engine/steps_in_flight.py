@@ -71,7 +71,7 @@ class StepsInFlight:
     def advance(self) -> None:
         """Make room for the tokens of the oldest step; the next one can then be launched."""
         output = self.outputs[0]
-        ended = self._scheduler.advance(output)
+        ended = self._scheduler.advance(output, self._constraints.take_forced())
         self._pipeline.advance()
         for request, token_ids in output.forced:
             self._constraints.accept_forced(request, token_ids)

@@ -7,6 +7,7 @@ group's window are released; their entries stay in the table but are no longer r
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
+from weakref import WeakSet
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
 from vllm_metal_lite.scheduler.checkpoints import likely_starts
@@ -50,7 +51,10 @@ class KVCacheManager:
     ) -> None:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
         self.states = states
-        self.num_resets = 0
+        # Requests admitted since the last reset; None: there was no reset.
+        self._since_reset: WeakSet[Request] | None = None
+        # Positions of a running request that others may start from, if there are windows.
+        self._kept_positions: dict[Request, list[int]] = {}
         self.pools = [BlockPool(g.num_blocks) for g in groups]
         self._windowed = [
             (g, group, pool)
@@ -93,7 +97,7 @@ class KVCacheManager:
         ]
 
     def spare(self, running: Sequence[tuple[Request, int]]) -> list[int]:
-        """Blocks per group left once each (request, num_new_tokens) has what `wanted` says."""
+        """Blocks per group left once each (request, num_new_tokens) has what `wanted` returns."""
         left = [pool.num_available for pool in self.pools]
         for request, num_new_tokens in running:
             for g, want in enumerate(self.wanted(request, num_new_tokens)):
@@ -119,11 +123,14 @@ class KVCacheManager:
             for pool, table in zip(self.pools, hit.tables, strict=True):
                 pool.touch(table.owned)
         request.block_tables = list(hit.tables)
-        request.num_resets = self.num_resets
-        if self.enable_caching and self._windowed:
+        if not self.enable_caching:
+            return
+        if self._since_reset is not None:
+            self._since_reset.add(request)
+        if self._windowed:
             start = hit.num_tokens
-            found = max(hit.num_in_blocks, start)
-            request.kept_positions = [*likely_starts(request, start, found, self.block_size), start]
+            likely = likely_starts(request, start, max(hit.num_in_blocks, start), self.block_size)
+            self._kept_positions[request] = [*likely, start]
             self._use_named_windows(request, start)
 
     def _use_named_windows(self, request: Request, most: int) -> None:
@@ -171,14 +178,16 @@ class KVCacheManager:
     ) -> list[bool]:
         """Whether a request that starts behind a kept position sees blocks first .. last - 1."""
         size = self.block_size
-        windows = [range(group.first_block(at, size), at // size) for at in request.kept_positions]
+        kept = self._kept_positions.get(request, ())
+        windows = [range(group.first_block(at, size), at // size) for at in kept]
         return [any(block in window for window in windows) for block in range(first, last)]
 
     def free(self, request: Request) -> None:
-        """Release all blocks of a request, and its state."""
+        """Release all blocks of a request."""
         for pool, table in zip(self.pools, request.block_tables, strict=False):
             pool.free(table.owned)
         request.block_tables = []
+        self._kept_positions.pop(request, None)
 
     # Prefix cache
 
@@ -241,7 +250,7 @@ class KVCacheManager:
     def may_name(self, request: Request) -> bool:
         """Whether later requests may find what a request computes: False if `reset` was called
         after its admission."""
-        return self.enable_caching and request.num_resets == self.num_resets
+        return self.enable_caching and (self._since_reset is None or request in self._since_reset)
 
     def name_blocks(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Name the blocks that tokens [start, end) complete; returns the new (group, block) pairs.
@@ -267,7 +276,7 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget all cached prefixes, and what running requests would add to them."""
-        self.num_resets += 1
+        self._since_reset = WeakSet()
         for pool in self.pools:
             pool.reset()
         if self.states is not None:

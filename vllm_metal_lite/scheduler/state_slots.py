@@ -25,7 +25,7 @@ from vllm_metal_lite.scheduler.request import Request
 
 # Eviction chooses among this many checkpoints, the least recently used ones: to look at all would
 # take too long with thousands of slots.
-_COMPARED = 32
+_COMPARED = 64
 
 
 class StateSlots(BlockPool):
