@@ -34,7 +34,7 @@ from tests.support.engine.workloads import (
     workloads,
 )
 from vllm_metal_lite.config import PREFILL_POLICIES
-from vllm_metal_lite.scheduler import chunk_sizes, step_limit
+from vllm_metal_lite.scheduler import chunk_sizes
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -477,6 +477,8 @@ def rare_seeds(pressed: bool, most: int = 1000) -> tuple[int, ...]:
 class AnySpeed(StepLimit):
     """Steps take any time."""
 
+    first, least = 3, 1
+
     def __init__(self, seed: int) -> None:
         super().__init__(1.0, compiles=seed % 3 == 0)
         self._random = Random(seed)
@@ -485,18 +487,17 @@ class AnySpeed(StepLimit):
         super().record(replace(out, seconds=self._random.choice([0.01, 0.3, 1, 3, 30])))
 
 
-def test_invariants_at_any_speed(monkeypatch):
-    monkeypatch.setattr(step_limit, "_FIRST", 3)
-    monkeypatch.setattr(step_limit, "_LEAST", 1)
+def test_invariants_at_any_speed():
     for seed in range(60):
         workload = seeded_workload(seed, pressed=seed % 2 == 0)
         run(replace(workload, failures=frozenset()), AnySpeed(seed))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("caching", "windows"), [
-    (False, (None,)), (True, (None,)), (False, (None, 3)), (True, (4,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("caching", "windows"),
+    [(False, (None,)), (True, (None,)), (False, (None, 3)), (True, (4,))],
+)
 def test_chunked_is_single_shot_for_every_split(block_size, caching, windows):
     """A prompt of 8 tokens in all 128 ways, beside a decode, a twin and in mixed steps."""
     prompt = STEMS[0][:8]

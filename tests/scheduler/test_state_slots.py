@@ -5,7 +5,6 @@ import pytest
 from tests.support.engine.fake_engine import FakeEngine, fake_config
 from tests.support.engine.pool_accounts import check_slots
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.scheduler import following
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.state_slots import StateSlots
@@ -109,10 +108,9 @@ def test_a_prompt_that_leaves_a_known_one_keeps_the_state_of_the_junction():
 
 
 @pytest.mark.parametrize("end", ["continues", "is aborted", "fails"])
-def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, monkeypatch):
-    monkeypatch.setattr(following, "WORTH_WAITING", 8)
+def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end):
     engine = make(8)
-    shared = list(range(32))
+    shared = list(range(64))
     first = engine.add([*shared, 50, 51], 20, "a")
     second = engine.add([*shared, 60, 61], 20, "b")
     engine.in_flight.launch(engine.scheduler.schedule())
@@ -124,7 +122,7 @@ def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, mo
         engine.abort("a")
     engine.step()
     started = {s.request: s.num_computed for s in engine.step().segments}
-    assert started[second] == 32
+    assert started[second] == 64
 
 
 @pytest.mark.parametrize("num_blocks", [5, 6])

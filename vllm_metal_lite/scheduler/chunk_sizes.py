@@ -3,12 +3,14 @@
 A step holds at most `max_num_batched_tokens`, and a request may have a lower limit.  A span is
 computed by one step: a chunk ends before a span that it cannot hold.  A request whose next span
 does not fit is passed over, and later requests use the tokens.  After _PATIENCE steps no later
-request is admitted before it.
+request is admitted before it.  A request that could never finish is refused when it is added.
 """
 
 from weakref import WeakKeyDictionary
 
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
+from vllm_metal_lite.errors import Option, RequestError, show
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.scheduler.step_limit import StepLimit
@@ -32,6 +34,48 @@ class ChunkSizes:
     def begin_step(self, limit: StepLimit | None, is_alone: bool) -> None:
         """limit: follows the times of steps.  is_alone: a prompt is the only request."""
         self._limit, self._is_alone = limit, is_alone
+
+    # Requests that could never finish
+
+    def check(self, request: Request, max_model_len: int, kv: KVCacheManager) -> int:
+        """The most tokens that a request may reach, its prompt included.
+
+        Raises RequestError, with the numbers, if the request could never finish: it has no room for
+        a token, needs more blocks than the store has, or has a span that no step can hold.
+        """
+        prompt, room = request.num_prompt_tokens, max_model_len + request.only_reads
+        if prompt >= room:
+            raise RequestError(
+                f"request {show(request.request_id)} has a prompt of {prompt} tokens; ",
+                Option("max_model_len"),
+                f" ({max_model_len}) leaves room for {room - 1}",
+                "" if request.only_reads else " and a new one",
+            )
+        # The last token sampled is never computed, so it is never stored.
+        max_length = min(prompt + request.max_tokens, room)
+        if sizes := kv.too_large(max_length - 1, request.spans):
+            size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
+            if request.spans:
+                size += (
+                    f", spans of up to {max(end - start for start, end in request.spans)} tokens"
+                )
+            raise RequestError(
+                f"request {show(request.request_id)} ({size}) needs {sizes[0]} blocks of "
+                f"{kv.block_size} tokens; the store has {sizes[1]}"
+            )
+        for start, end in request.spans:
+            most = self.most(request, start)
+            if end - start > most:
+                limits: dict[int, Option | str] = {request.max_chunk: "prompt_logprobs"}
+                for name in ("long_prefill_token_threshold", "max_num_batched_tokens"):
+                    limits[getattr(self.config, name)] = Option(name)
+                raise RequestError(
+                    f"request {show(request.request_id)} has a span from {start} to {end}, "
+                    f"{end - start} tokens; a step computes at most {most} of them (",
+                    limits.get(most, f"behind a context of {start} tokens"),
+                    ")",
+                )
+        return max_length
 
     # Spans
 

@@ -11,8 +11,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.scheduler.drafts import DraftScheduler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
-from vllm_metal_lite.scheduler.request import Request, RequestStatus
-from vllm_metal_lite.scheduler.request_queue import RequestQueue
+from vllm_metal_lite.scheduler.request import Request, RequestQueue, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, TokenCounts
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots

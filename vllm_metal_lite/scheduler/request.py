@@ -1,9 +1,10 @@
-"""The scheduler's view of one request."""
+"""The scheduler's view of one request, and queues of them."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.block_pool import BlockTable
@@ -110,3 +111,22 @@ class Request:
         """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""
         if self.token_ids[-1] == UNKNOWN_TOKEN:
             self.token_ids.pop()
+
+
+SORT_KEY = attrgetter("sort_key")
+
+
+class RequestQueue(list[Request]):
+    """Requests in the order of their sort_key.  Change it with `add` and `discard` only."""
+
+    def add(self, request: Request) -> None:
+        insort(self, request, key=SORT_KEY)
+
+    def discard(self, request: Request) -> bool:
+        """Remove a request; False if it is not here."""
+        is_first = bool(self) and self[0] is request
+        at = 0 if is_first else bisect_left(self, request.sort_key, key=SORT_KEY)
+        if at == len(self) or self[at] is not request:
+            return False
+        del self[at]
+        return True

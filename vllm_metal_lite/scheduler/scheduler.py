@@ -18,12 +18,10 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.scheduler.chunk_sizes import ChunkSizes
 from vllm_metal_lite.scheduler.drafts import Propose
-from vllm_metal_lite.scheduler.feasibility import check_spans, longest
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks, PrefixHit
 from vllm_metal_lite.scheduler.progress import Progress
-from vllm_metal_lite.scheduler.request import Request, RequestStatus
-from vllm_metal_lite.scheduler.request_queue import SORT_KEY
+from vllm_metal_lite.scheduler.request import SORT_KEY, Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.step_limit import StepLimit
 
@@ -63,9 +61,7 @@ class Scheduler(Progress):
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError, changing nothing, if it could never finish."""
-        request.max_length = longest(request, self.max_model_len, self.kv)
-        if request.spans:
-            check_spans(request, self.config, self._sizes.most)
+        request.max_length = self._sizes.check(request, self.max_model_len, self.kv)
         # The number orders requests of equal arrival (the n answers of one prompt).
         request.sort_key = (*request.sort_key, self._num_added)
         self._num_added += 1
