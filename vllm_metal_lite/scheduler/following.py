@@ -59,13 +59,10 @@ class Following:
                 position = request.last_boundary(most, size)
                 if position > at and position > prompt.num_computed_tokens:
                     best, at = prompt, position
-        return None if best is None else (best, at)
-
-    def follow(self, request: Request, leader: tuple[Request, int]) -> None:
-        """Record that a request waits for a leader."""
-        followed = self._followed[request]
-        if followed[-1:] != [leader]:
-            followed.append(leader)
+        if best is None:
+            return None
+        followed.append((best, at))
+        return best, at
 
 
 def _is_ahead(leader: Request, position: int) -> bool:

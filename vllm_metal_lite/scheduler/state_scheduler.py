@@ -81,33 +81,32 @@ class StateScheduler:
         if request not in out.admitted:
             self.states.next_segment(request)
         slots, ahead = self.states.running[request], self._running[request].ahead
-        due = []
-        while ahead and ahead[0][0] <= end:
-            due.append(ahead.pop(0))
-        # If slots are few, the least likely starts get none.
-        for position, num_next in sorted(due, key=lambda p: (p[1] == 1, -p[0])):
-            self._leave(request, slots, end, Checkpoint(position, -1, num_next), out)
+        due = [p for p in ahead if p[0] <= end]
+        del ahead[: len(due)]
         if end == request.num_tokens and end % self.kv.block_size == 0 and self.kv.enable_caching:
             # The next turn starts behind the whole prompt, unless the answer completes a block.
-            out.checkpoints.append((request, Checkpoint(end, slots.final)))
+            due.append((end, 0))
+        # If slots are few, the least likely starts get none.
+        for position, num_next in sorted(due, key=lambda p: (p[1] == 1, -p[0])):
+            self._leave(request, position, num_next, end, slots, out)
         return slots
 
     def _leave(
         self,
         request: Request,
-        slots: SegmentState,
+        position: int,
+        num_next: int,
         end: int,
-        checkpoint: Checkpoint,
+        slots: SegmentState,
         out: SchedulerOutput,
     ) -> bool:
         """Make a segment that ends at `end` leave a checkpoint; False without a slot."""
-        slot = slots.final if checkpoint.position == end else self.states.reserve()
+        slot = slots.final if position == end else self.states.reserve()
         if slot is None:
             return False
-        checkpoint.slot = slot
-        if checkpoint.position < end:
-            slots.checkpoints.append((checkpoint.position, slot))
-        out.checkpoints.append((request, checkpoint))
+        if position < end:
+            slots.checkpoints.append((position, slot))
+        out.checkpoints.append((request, Checkpoint(position, slot, num_next)))
         return True
 
     def lengthen(self, segment: Segment) -> bool:
@@ -126,10 +125,7 @@ class StateScheduler:
         start: where the request could start in this step.
         """
         leader = self._following.leader(request, start, partials)
-        if leader is None or not self._ask(*leader, out):
-            return False
-        self._following.follow(request, leader)
-        return True
+        return leader is not None and self._ask(*leader, out)
 
     def _ask(self, leader: Request, position: int, out: SchedulerOutput) -> bool:
         """Make a prompt leave a checkpoint at a position ahead of it; False without a slot."""
@@ -144,7 +140,7 @@ class StateScheduler:
                 checkpoint.num_next = 2
                 return True
         assert segment.state is not None, "a segment of a model with states"
-        return self._leave(leader, segment.state, segment.end, Checkpoint(position, -1, 2), out)
+        return self._leave(leader, position, 2, segment.end, segment.state, out)
 
     # Names
 
