@@ -4,7 +4,7 @@ A state takes as much memory as K and V of thousands of tokens.  So checkpoints 
 positions where later prompts are likely to start:
 
 - the end of the prompt: for the same prompt, and for the conversation's next turn;
-- the junction: where the known blocks of the prompt end, without a state.  Other prompts probably
+- the junction: where the cached blocks of the prompt end, without a state.  Other prompts probably
   share this prefix too, a system prompt for example;
 - positions that the caller names, such as the end of each message;
 - 256, 512, 1,024, ... tokens before the end.  So a prompt that differs from this one in its last n
@@ -71,7 +71,7 @@ class Checkpoint:
 def likely_starts(request: Request, start: int, junction: int, block_size: int) -> dict[int, int]:
     """Position -> num_next of the checkpoints that later prompts will probably start from.
 
-    start: where the request starts.  junction: the end of its known blocks, or `start`.  If the
+    start: where the request starts.  junction: where its cached blocks end, or `start`.  If the
     caller names too many positions, the first one, which most prompts share, and the last ones
     count.
     """

@@ -66,7 +66,7 @@ class DraftScheduler:
             out.num_decodes, out.has_drafts = len(plain), True
 
     def _room(self, segment: Segment) -> int:
-        """The most drafts of a decode: the token that follows them is within max_length, too."""
+        """The most drafts of a decode.  The token after them is within max_length, too."""
         request, size = segment.request, self.kv.block_size
         if request.token_ids[-1] == UNKNOWN_TOKEN:
             return 0

@@ -247,7 +247,7 @@ class Scheduler(Progress):
         out.segments.append(segment)
 
     def spare_blocks(self) -> list[int]:
-        """Blocks per KV group left once every running request has what it wants."""
+        """How many blocks of each KV group are left after every running request gets its own."""
         running = [(r, self._sizes.most(r, r.num_computed_tokens)) for r in self.chunked]
         return self.kv.spare(running + [(r, 1) for r in self.decodes])
 

@@ -41,9 +41,9 @@ class Segment:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Under their names as metrics.
+    """Counters of tokens.  Field names are also the names of metrics.
 
-    prefix_cache_lost_tokens: in cached blocks, but no state or window is at their end.
+    prefix_cache_lost_tokens: tokens in cached blocks without a state or a window at their end.
     """
 
     recomputed_tokens: int = 0
@@ -79,15 +79,15 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    # (KV group, block) of the blocks named in this step.
+    # The blocks that this step names, as pairs (KV group, block).
     named: list[tuple[int, int]] = field(default_factory=list)
-    # `advance` names these, and also the blocks if requests of one step cannot share them.
+    # `advance` names these checkpoints, and the blocks if requests of one step cannot share them.
     checkpoints: list[tuple[Request, Checkpoint]] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
     has_drafts: bool = False
     # Set by `advance`: the requests whose next token the step samples, in order.
     terminal: list[Request] = field(default_factory=list)
-    # Set by `advance`: the requests among these whose next tokens were known, with the tokens.
+    # Set by `advance`: those terminal requests whose next tokens were known, with these tokens.
     forced: list[tuple[Request, list[int]]] = field(default_factory=list)
     # When the caller launched it, by time.monotonic().
     launched_at: float = 0.0
