@@ -34,7 +34,7 @@ class Checkpoint:
 
     num_next: how many prompts continue from here, expected ones included.  0: the end of a
     conversation.  1: one prompt has passed.  More: prompts fork here.
-    before: the nearest checkpoint before this one on the request's way; None: there is none.
+    before: the nearest checkpoint before this one on the request's path; None: there is none.
     used_at: the pool's clock at the last use.  has_name: whether prompts can start here.
     """
 
@@ -58,14 +58,6 @@ class Checkpoint:
             self.before = before
         num_tokens = self.position if before is None else self.position - before.position
         return self.used_at + (num_tokens / _PASSED if self.num_next == 1 else num_tokens)
-
-    def passed(self) -> None:
-        """A prompt that started here has left a checkpoint behind this one."""
-        self.num_next += 1
-        before = self.before
-        while before is not None and before.num_next == 0:
-            before.num_next = 1
-            before = before.before
 
 
 def likely_starts(request: Request, start: int, junction: int, block_size: int) -> dict[int, int]:

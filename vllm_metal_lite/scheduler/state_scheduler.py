@@ -20,7 +20,7 @@ class _Running:
     """The checkpoints of a running request.
 
     ahead: (position, num_next) of those that it will leave, in order.  start: the one that it
-    started from, until it leaves one itself.  last: the last one on its way.
+    started from, until it leaves one itself.  last: the last one on its path.
     """
 
     ahead: list[tuple[int, int]]
@@ -45,7 +45,7 @@ class StateScheduler:
             checkpoint = self.states.checkpoint(request.block_names[start // size - 1])
             assert checkpoint is not None, "a prefix ends at a checkpoint"
             checkpoint.position = start
-            self._use_way_to(checkpoint)
+            self._use_path_to(checkpoint)
         if self.kv.enable_caching:
             junction = max(hit.num_in_blocks, start)
             likely = likely_starts(request, start, junction, size)
@@ -53,7 +53,7 @@ class StateScheduler:
         self.states.admit(request, hit.state_slot)
         self._running[request] = _Running(ahead, checkpoint, checkpoint)
 
-    def _use_way_to(self, checkpoint: Checkpoint | None) -> None:
+    def _use_path_to(self, checkpoint: Checkpoint | None) -> None:
         """A prompt uses the checkpoint that it starts from, and the forks before this one."""
         start = checkpoint
         while checkpoint is not None:
@@ -166,7 +166,7 @@ class StateScheduler:
             output.named_states.append(checkpoint.slot)
             if running is not None and position < request.num_prompt_tokens:
                 if running.start is not None:
-                    running.start.passed()
+                    running.start.num_next += 1
                     running.start = None
             elif last is not None and last.position >= request.num_prompt_tokens:
                 self.states.replace(last)
