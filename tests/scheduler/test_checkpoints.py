@@ -125,6 +125,15 @@ def test_a_third_session_finds_what_the_second_one_shared(seats, checkpoints, re
         assert second >= (4288 if others else 7872), "the first session's inner checkpoints"
 
 
+def test_if_slots_are_few_the_likely_starts_get_them():
+    host = Host(1, 2)
+    prompt = host.text(1500)
+    host.ask(prompt, 1, (100,))
+    for length, cached in ((1500, 1488), (1300, 96)):
+        request = Request("asks", [*prompt[:length], *host.text(50)], 1)
+        assert host.scheduler.kv.find_prefix(request).num_tokens == cached
+
+
 def test_a_prompt_leaves_checkpoints_where_others_may_start():
     request = Request("r", [1] * 1500, 1, checkpoint_positions=(100, 1200, 1490))
     likely = {96: 2, 400: 2, 1200: 2, 1488: 0}
