@@ -182,7 +182,7 @@ def test_rocm_atom_chunked_prefill_looks_nothing_up_after_a_step():
         config = fake_config(4, max_num_seqs=4)
         scheduler = Scheduler(config, [KVGroup(num_blocks=64)], 64)
         for i in range(4 + num_waiting):
-            scheduler.add(Request(str(i), [i, 1, 2], 9, arrival=i))
+            scheduler.add(Request(str(i), [i, 1, 2], 9, (i,)))
         out, count = scheduler.schedule(), [0]
         sys.setprofile(lambda frame, event, _, n=count: n.__setitem__(0, n[0] + 1))
         try:

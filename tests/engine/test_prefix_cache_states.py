@@ -106,7 +106,7 @@ def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
         nonlocal count, fails
         count += 1
         if poisoned and pool.num_slots:
-            free = engine.scheduler.kv.states.pool._free
+            free = engine.scheduler.kv.states._free
             poison_states(pool, set(range(pool.num_slots)) - set(free))
         if count in trouble.before:
             raise StepFailed

@@ -331,4 +331,5 @@ def test_a_prompts_blocks_are_given_back_before_its_first_decode():
     request = engine.add(list(range(30)), max_tokens=9)
     engine.step()
     assert [t.num_owned for t in request.block_tables] == [8, 2]
-    assert np.array_equal(engine.in_flight.inputs.num_blocks[request.req_index], 8)
+    seat = engine.in_flight.seats.req_index[request]
+    assert np.array_equal(engine.in_flight.inputs.num_blocks[seat], 8)

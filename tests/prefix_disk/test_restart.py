@@ -283,7 +283,7 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed):
         done |= tiny.run(engine)
         rest(engine)
         if engine.scheduler.kv.states is not None:
-            check_slots(engine.scheduler.kv.states, [])
+            check_slots(engine.scheduler.kv.states)
         for request_id, prompt in wanted.items():
             expected = tiny.alone(tiny.native(name), prompt, 8)
             assert done[request_id].outputs[0].token_ids == expected

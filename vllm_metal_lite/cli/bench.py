@@ -165,7 +165,7 @@ def tokens_ahead(count: int, context: int, config: EngineConfig) -> int:
     for request in queue:
         scheduler.add(request)
     # With more requests than tokens of a step, the last ones wait until others end.
-    while (scheduler.waiting or scheduler.partials) and ahead * count < _MOST_TOKENS:
+    while (scheduler.waiting or scheduler.chunked) and ahead * count < _MOST_TOKENS:
         step = scheduler.schedule()
         scheduler.advance(step)
         scheduler.update(step, [0] * len(step.terminal), {})

@@ -50,6 +50,8 @@ class Constraints:
         self._vocab_size = vocab_size
         self._of: dict[Request, _Constrained] = {}
         self._accepted: SchedulerOutput | None = None  # the last step whose tokens were accepted
+        # The next tokens of requests for which a step in flight samples the first.
+        self._forced: dict[Request, list[int]] = {}
 
     def add(self, request: Request, constraint: Constraint, params: SamplingParams) -> None:
         """Constrain a request that has no tokens of its own yet; it gets the tokens that are known
@@ -100,19 +102,18 @@ class Constraints:
         """The tokens that the rows of a step may sample.  requests: the request of each row.
         drafts: see ForwardBatch.draft_token_ids.
 
-        Sets `forced_token_ids` of requests whose next tokens are known.
+        Keeps the next tokens of requests where they are known.
         """
         rows, masks, depth = [], [], 0
         for row, request in enumerate(requests):
             if (entry := self._of.get(request)) is None:
                 continue
             has_draft = len(drafts) > 0 and drafts[row] != NO_DRAFT
-            request.forced_token_ids = ()
             if has_draft or depth:
                 bits = entry.masks[depth]
                 depth = depth + 1 if has_draft else 0
             elif entry.packs and len(forced := entry.constraint.forced()) >= MIN_FORCED:
-                request.forced_token_ids = forced
+                self._forced[request] = forced
                 bits = pack_mask(forced[:1], self._vocab_size)
             else:
                 bits = self._bits(entry.constraint)
@@ -133,13 +134,18 @@ class Constraints:
             if is_new and (entry := self._of.get(request)) is not None:
                 entry.accept(int(result.token_ids[r]) for r in rows if r not in result.no_token)
 
+    def take_forced(self) -> dict[Request, list[int]]:
+        """The forced tokens of a step, for `Scheduler.advance`."""
+        forced, self._forced = self._forced, {}
+        return forced
+
     def accept_forced(self, request: Request, token_ids: Sequence[int]) -> None:
         """Record forced tokens that `Scheduler.advance` appended."""
         self._of[request].accept(token_ids)
 
     def rollback(self) -> None:
         """Forget the tokens that requests have lost with a step that failed."""
-        self._accepted = None
+        self._accepted, self._forced = None, {}
         for request, entry in self._of.items():
             num_lost = entry.num_accepted - (request.num_tokens - request.num_prompt_tokens)
             if num_lost:

@@ -74,9 +74,7 @@ class Intake:
                 request_id if params.n == 1 else f"{request_id}#{index}",
                 token_ids,
                 params.max_tokens or self._max_model_len,
-                priority,
-                arrival,
-                fair_round,
+                (priority, fair_round, arrival),
                 skip_prefix_cache_read=scores_prompt or is_mean,
                 only_reads=pooling is not None,
                 # A scored row takes twice the memory of a sampled one.

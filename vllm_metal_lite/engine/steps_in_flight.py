@@ -111,7 +111,7 @@ class StepsInFlight:
     def advance(self) -> None:
         """Make room for the tokens of the oldest step; the next one can then be launched."""
         output = self.pipeline.steps[0].scheduled
-        ended = self._scheduler.advance(output)
+        ended = self._scheduler.advance(output, self.constraints.take_forced())
         self.pipeline.advance()
         for request, token_ids in output.forced:
             self.constraints.accept_forced(request, token_ids)

@@ -4,7 +4,7 @@ A place is a block of a KV group or a slot of a state.  Here states are one more
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
@@ -38,11 +38,7 @@ class Parts:
     def __init__(self, kv: KVCacheManager, digest: bytes, sizes: Sequence[int]) -> None:
         self.kv, self.digest, self._sizes = kv, digest, sizes
         self.is_off = False
-        self._pools = list(kv.pools)
-        self._name_in: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
-        if kv.states is not None:
-            self._pools.append(kv.states.pool)
-            self._name_in.append(kv.states.name)
+        self._pools = [*kv.pools, *([] if kv.states is None else [kv.states])]
 
     def are_kept(self, num_tokens: int) -> bool:
         """Whether prefixes of this length are written and restored."""
@@ -108,7 +104,7 @@ class Parts:
 
     def publish(self, part: Part, place: int) -> None:
         """Let requests find a part, which is complete."""
-        self._name_in[part.group](place, part.name)
+        self._pools[part.group].name(place, part.name)
 
     def release(self, places: dict[Part, int]) -> None:
         """Free places, the last first, so that the cache evicts the last parts first."""

@@ -28,13 +28,13 @@ def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = N
         assert [refs[b] for b in range(pool.num_blocks)] == pool._ref, "an ownership is wrong"
 
 
-def check_slots(
-    slots: StateSlots, running: Sequence[Request], restored: Sequence[int] = ()
-) -> None:
-    owned = [[r.state.final] for r in running if r.state is not None]
-    check_pool(slots.pool, [*owned, slots._held, restored])
-    assert slots._num_owners == len(owned)
-    assert slots.pool.num_available + len(slots._held) >= slots.num_seats - len(owned)
+def check_slots(slots: StateSlots, restored: Sequence[int] = ()) -> None:
+    """restored: the slots that the prefix disk owns."""
+    owned = [[state.final] for state in slots.running.values()]
+    check_pool(slots, [*owned, slots._held, restored])
+    assert slots.num_available + len(slots._held) >= slots.num_seats - len(owned)
+    assert slots._checkpoints.keys() == set(slots._by_name.values())
+    assert all(c.has_name and c.slot == slot for slot, c in slots._checkpoints.items())
 
 
 def check_accounts(
@@ -52,4 +52,5 @@ def check_accounts(
             seen = group.first_block(request.num_computed_tokens, kv.block_size)
             assert request.block_tables[i].num_given_back <= seen, "a block is still needed"
     if kv.states is not None:
-        check_slots(kv.states, running, restored[len(kv.pools)])
+        assert {*kv.states.running} == {*running}
+        check_slots(kv.states, restored[len(kv.pools)])

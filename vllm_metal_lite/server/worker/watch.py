@@ -151,15 +151,14 @@ def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
     mapped: blocks that the runs show, up to the last one in use; later ones are free.  per_cell:
     blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
     """
-    pool, tables = engine.scheduler.kv.pools[0], engine.in_flight.inputs.block_tables[0]
+    pool = engine.scheduler.kv.pools[0]
     # Owners by number, so that a cell of several blocks can show the highest: free, cached, shared,
     # then requests.
     owners = np.zeros(pool.num_blocks, np.int32)
     owners[pool.cached_blocks()] = 1
     for request in running:
-        if request.req_index is not None:
-            first, end = request.block_tables[0].num_given_back, request.num_blocks
-            blocks = tables[request.req_index, first:end]
+        if request.block_tables:
+            blocks = request.block_tables[0].owned
             owners[blocks] = np.where(owners[blocks] > 1, 2, number(request) + 2)
     free, cached, shared, owned = np.bincount(np.minimum(owners, 3), minlength=4).tolist()
     end = int(np.flatnonzero(owners)[-1]) + 1 if free < pool.num_blocks else 1
