@@ -107,6 +107,17 @@ def test_the_calls_of_a_long_chunk_stay_within_the_estimate(monkeypatch, name, r
     assert measured <= step_peak.estimated_step_peak(model, config, 2048) <= 3 * measured
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "ernie4_5_moe", "gemma4_text/moe", "kimi_linear"])
+def test_the_estimate_counts_the_experts_of_a_token(name):
+    """Two of them in these models, whose attributes have different names."""
+    model, config = tiny.packed(name), EngineConfig()
+    peak = step_peak.estimated_step_peak(model, config, 2048)
+    for count, more in ((2, False), (4, True)):
+        other = replace(model, usage=copy(model.usage))
+        other.usage.experts_per_token = count
+        assert (step_peak.estimated_step_peak(other, config, 2048) > peak) == more
+
+
 def test_profiling_leaves_no_memory_behind(model):
     config = EngineConfig(max_num_batched_tokens=64)
     step_peak_bytes(model, config, 512)

@@ -16,8 +16,6 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 
-# The attributes of mlx-lm's modules that hold the number of experts per token.
-_EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
 # Peak of a call by products, in sizes of its scores: measured 1.4, and 3.4 with sinks.
 _COPIES, _COPIES_WITH_SINKS = 1.5, 3.5
 # The scores of earlier calls are still in memory while MLX prepares the next call: measured on a
@@ -75,10 +73,8 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
     """
     full, rows, context = _profiled_sizes(config, max_model_len)
     sampled = min(config.max_logits_rows, rows)
-    modules, item = model.packed.model.modules(), model.dtype.size
-    experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
-    width = 0
-    for m in modules:
+    item, experts, width = model.dtype.size, model.usage.experts_per_token, 0
+    for m in model.packed.model.modules():
         weight = m.get("weight")
         if weight is None or weight.ndim < 2 or weight.shape[-2] == model.vocab_size:
             continue
