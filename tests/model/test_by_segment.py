@@ -18,8 +18,8 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.step import SequenceStep
+from vllm_metal_lite.model.seam.kv_segments import rebuild
+from vllm_metal_lite.model.seam.sequences import SequenceStep
 from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.

@@ -1,7 +1,7 @@
 """The interface of every attention path: a prepared step, and its pass over a model.
 
 An `Attention` belongs to one store and lives as long as the engine.  `prepare` turns a ForwardBatch
-into a frozen `Step`.  `begin` binds the step to the previous step's state and returns a
+into a frozen `DeviceBatch`.  `begin` binds the step to the previous step's state and returns a
 `StepAttention`, which the model's layers call in order.
 """
 
@@ -21,8 +21,10 @@ class StepPlan(Protocol):
     def repeats(self) -> bool: ...
 
 
-class Step(NamedTuple):
-    """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
+class DeviceBatch(NamedTuple):
+    """A ForwardBatch on the device: its rows, padded to num_rows, and how they attend.
+
+    batch: the ForwardBatch on the host.
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
     A padded row has position 0, slot -1, and any token.  Kernels skip slot -1; MLX writes to the
@@ -61,7 +63,7 @@ class AttentionCall(NamedTuple):
 class StepAttention(Protocol):
     """One step's pass over the layers of a model.  A layer calls `write` before `attend`."""
 
-    step: Step
+    step: DeviceBatch
     store: PagedStore
 
     @property
@@ -92,8 +94,8 @@ class Attention(Protocol):
     def new_state(self) -> list[mx.array]:
         """The state before the first step, evaluated."""
 
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         """Plan a step, pad its rows to num_rows, and copy its arrays to the device."""
 
-    def begin(self, step: Step, state: list[mx.array]) -> StepAttention:
+    def begin(self, step: DeviceBatch, state: list[mx.array]) -> StepAttention:
         """Bind a step to the previous step's state."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, StepPlan
+from vllm_metal_lite.attention.base import DeviceBatch, StepPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 
@@ -76,7 +76,7 @@ def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
 
 def make_step(
     batch: ForwardBatch, num_rows: int, plan: StepPlan, *, num_slots: int = 0, num_logits: int = 1
-) -> Step:
+) -> DeviceBatch:
     """Pad a batch's arrays and copy them to the device, beside the plan.
 
     num_slots: the fewest entries of slot_mapping.
@@ -93,7 +93,7 @@ def make_step(
         # computes that row's logits, because nothing reads them.
         wanted = batch.logits_indices
         logits_indices = upload_padded(wanted, max(len(wanted), num_logits))
-    return Step(
+    return DeviceBatch(
         batch=batch,
         num_rows=num_rows,
         token_ids=upload_padded(batch.token_ids, num_rows),

@@ -2,11 +2,12 @@
 
 files/        the folder of a model: found, checked, read
 ranks/        a rank's part of a model: a shard of each layer, or a stage of layers
-seam/         replaces caches and MLX's functions in a packed forward
-sequences/    modules that must see sequences
+seam/         replaces caches and MLX's functions in a packed forward; calls modules that must see
+              sequences
 adapters.py   replaces modules of mlx-lm that the seam cannot serve
 calls.py      changes or observes calls of single modules
-weights.py    types of weights; weights as the kernels take them
+layer_weights.py
+              types of weights; the weights of layers as the kernels take them
 layout.py     finds a model's caches, and the modules that use them
 packed.py     runs a model over packed rows
 trial.py, fit.py, usage.py

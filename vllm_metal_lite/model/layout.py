@@ -23,8 +23,8 @@ from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.state_store import StateSpec
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.calls import observing
+from vllm_metal_lite.model.seam.kv_segments import NATIVE_TYPES
 from vllm_metal_lite.model.seam.recurrent import noting_silu
-from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from vllm_metal_lite.attention.base import Step, StepAttention
+from vllm_metal_lite.attention.base import DeviceBatch, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.model.calls import unwrap_call, wrap_call
@@ -20,16 +20,16 @@ from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
+from vllm_metal_lite.model.seam.sequences import SequenceStep, call_by_batches
 from vllm_metal_lite.model.seam.state_cache import StateCache
-from vllm_metal_lite.model.sequences.step import SequenceStep, call_by_batches
 
 
 class Mode(StrEnum):
     """How the modules that use caches run, from the fastest to the most general."""
 
     PACKED = "packed"  # on packed rows, through the seam (seam/)
-    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences/step.py)
-    BY_SEGMENT = "by segment"  # attention too, a segment at a time (sequences/kv_segments.py)
+    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences.py)
+    BY_SEGMENT = "by segment"  # attention too, a segment at a time (kv_segments.py)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Fusion:
         """The part of the start-up line about fused launches."""
         return ""
 
-    def building(self, step: Step) -> AbstractContextManager[None]:
+    def building(self, step: DeviceBatch) -> AbstractContextManager[None]:
         """Held while a forward is built."""
         return nullcontext()
 

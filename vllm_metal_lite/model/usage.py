@@ -14,9 +14,9 @@ from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
+from vllm_metal_lite.model.layer_weights import MIXTURES
 from vllm_metal_lite.model.packed import PackedForward
 from vllm_metal_lite.model.seam.hooks import Hook, ScalingAt, hooked
-from vllm_metal_lite.model.weights import MIXTURES
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 

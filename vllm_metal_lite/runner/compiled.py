@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import is_our_fault, one_line
@@ -31,7 +31,7 @@ State = list[mx.array]
 # Logits (R, vocab_size) of a step's `logits_indices`; the hidden states (N, 1, hidden_size) of all
 # rows, if the step pools; the next state.
 Result = tuple[mx.array, list[mx.array], State]
-Forward = Callable[[Step, State], Result]
+Forward = Callable[[DeviceBatch, State], Result]
 
 
 class CompiledSteps:
@@ -55,7 +55,7 @@ class CompiledSteps:
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
         self._seen: OrderedDict[tuple, None] = OrderedDict()  # ran once, not compiled
 
-    def build(self, step: Step, state: State) -> Result:
+    def build(self, step: DeviceBatch, state: State) -> Result:
         """Build the forward of a step."""
         attention = self.attention.begin(step, state)
         logits, hidden = self.model(attention, step.logits_indices, self.fusion)
@@ -65,7 +65,7 @@ class CompiledSteps:
             raise RuntimeError("this model's head takes no hidden states that can be read")
         return logits, [hidden], attention.state
 
-    def __call__(self, step: Step, state: State) -> Result | None:
+    def __call__(self, step: DeviceBatch, state: State) -> Result | None:
         """The result of `build`, by compiled code; None: the caller must `build` the step."""
         if self.reason is not None or not step.plan.repeats:
             return None
@@ -87,7 +87,7 @@ class CompiledSteps:
             self._variants.clear()
             return None
 
-    def _must_repeat(self, step: Step, variant: tuple) -> bool:
+    def _must_repeat(self, step: DeviceBatch, variant: tuple) -> bool:
         """Whether a new variant must repeat before it is compiled."""
         if step.batch.num_decodes == step.batch.num_segments or variant in self._seen:
             self._seen.pop(variant, None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -105,7 +105,7 @@ class ModelRunner:
             self._use(self.path.fallback(culprit))
         return culprit is not None
 
-    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
+    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> DeviceBatch:
         step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
         if not self.ranks.has_logits:  # evaluating any row sends the hidden states
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
@@ -181,7 +181,7 @@ class ModelRunner:
             last.wait()
 
 
-def known_tokens(step: Step, after: StepResult) -> mx.array:
+def known_tokens(step: DeviceBatch, after: StepResult) -> mx.array:
     """(num_rows,) int32: a step's token_ids, with the tokens that the step `after` samples in place
     of UNKNOWN_TOKEN.  These are still on the device."""
     batch, num_rows = step.batch, step.num_rows

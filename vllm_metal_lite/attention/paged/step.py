@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from vllm_metal_lite.attention.base import AttentionCall, Step
+from vllm_metal_lite.attention.base import AttentionCall, DeviceBatch
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
@@ -88,7 +88,7 @@ class KernelStepAttention:
     def __init__(
         self,
         store: PagedStore,
-        step: Step,
+        step: DeviceBatch,
         ticket: mx.array,
         unused_kernels: Collection[str],
         shares: Sequence[bool],

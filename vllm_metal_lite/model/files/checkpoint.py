@@ -25,7 +25,7 @@ from vllm_metal_lite.model.files.folder import (
     remote_code_error,
 )
 from vllm_metal_lite.model.files.tokenizer import read_tokenizer
-from vllm_metal_lite.model.weights import cast, expand
+from vllm_metal_lite.model.layer_weights import cast, expand
 from vllm_metal_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.scores import Scores
-from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
+from vllm_metal_lite.model.seam.kv_segments import rebuild
+from vllm_metal_lite.model.seam.sequences import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
 # An array of this shape fails if a module computes with it.
@@ -98,7 +98,7 @@ class PagedLayerCache(PackedCache):
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
     template: mlx-lm's own empty cache.  sequences: the step as sequences, for modules that must see
-    these (sequences/step.py); None if there are no such modules.
+    these (sequences.py); None if there are no such modules.
     """
 
     def __init__(

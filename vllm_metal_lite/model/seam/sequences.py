@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx.utils import tree_map
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.recurrence.sequence_batches import (
@@ -32,7 +32,7 @@ class SequenceStep:
     alone: each segment is a batch, because attention reads the store.
     """
 
-    def __init__(self, step: Step, state_store: StateStore, alone: bool) -> None:
+    def __init__(self, step: DeviceBatch, state_store: StateStore, alone: bool) -> None:
         self.step, self.alone = step, alone
         self.batches = sequence_batches(step.batch, alone)
         self.states = BatchStates(state_store)

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.sequences.step import SequenceStep
+from vllm_metal_lite.model.seam.sequences import SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
 NATIVE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)
