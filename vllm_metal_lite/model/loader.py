@@ -24,13 +24,13 @@ from vllm_metal_lite.model.files.checkpoint import read_model, refuse_wrong, sam
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
-from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.layer_weights import mixtures, product_weights
-from vllm_metal_lite.model.layout import Layout, find_layout
+from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel, body_of
-from vllm_metal_lite.model.ranks.shards import shard
-from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
+from vllm_metal_lite.model.shards import shard
+from vllm_metal_lite.model.stages import check_kinds, keep_stage
+from vllm_metal_lite.model.trial import fit, foresee
 from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
@@ -181,7 +181,7 @@ def from_model(
     tokenizer: TokenizerWrapper | None,
     config: dict[str, Any],
     name: str,
-    choose: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
+    choose: Callable[..., tuple[PackedModel, Usage]] = fit,
     ranks: RankGroup = ALONE,
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.

@@ -176,6 +176,6 @@ def _state_space(
     if type(state) is not StateHandle:
         return original(*args, **how)
     low, high = given.get("time_step_limit", StateSpace.time_step_limit)
-    rows = (given[name] for name in _SSM[: _SSM.index("state")])
-    update = StateSpace(*rows, time_step_limit=(low, high))
+    arguments = [given[name] for name in _SSM[: _SSM.index("state")]]
+    update = StateSpace(*[*arguments, (low, high)])
     return state.recurrence.state_space(state.key, update)[:, None], state
