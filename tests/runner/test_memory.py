@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.device import change_device
+from tests.support.kernels.device import change_device, limit_memory, pretend_backend
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -40,7 +40,7 @@ def test_the_numbers_add_up(model, monkeypatch):
     assert model.kv_bytes_per_token == BYTES_PER_TOKEN
     peak, room = 10**7, 100 * 8 * BYTES_PER_TOKEN + 1000  # a hundred blocks and a bit
     limit = 2 * (model.weight_bytes + peak + room)
-    monkeypatch.setattr(backend, "memory_limit", lambda: limit)
+    limit_memory(monkeypatch, limit)
     assert sizes(model, config, lambda *_: peak) == (100, 512)
 
 
@@ -148,9 +148,7 @@ def test_a_length_that_memory_cannot_hold_names_the_options_that_help(
     model, monkeypatch, num_blocks
 ):
     """Without them, if the user set the number of blocks."""
-    monkeypatch.setattr(
-        backend, "memory_limit", lambda: model.weight_bytes + 20 * 16 * BYTES_PER_TOKEN
-    )
+    limit_memory(monkeypatch, model.weight_bytes + 20 * 16 * BYTES_PER_TOKEN)
     config = EngineConfig(memory_fraction=1.0, max_model_len=512, num_blocks=num_blocks)
     with pytest.raises(ConfigError, match="at most the 320 tokens") as caught:
         size_store(model, config, lambda *_: 0)
@@ -159,7 +157,7 @@ def test_a_length_that_memory_cannot_hold_names_the_options_that_help(
 
 
 def test_weights_larger_than_the_memory(model, monkeypatch):
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    limit_memory(monkeypatch, 1 << 30)
     with pytest.raises(OutOfMemoryError, match=r"does not fit: weights 8\.00 GiB"):
         size_store(replace(model, weight_bytes=8 << 30), EngineConfig())
 
@@ -179,7 +177,7 @@ def windowed(**changes):
 def fitting(monkeypatch, num_bytes: int, **options):
     """The groups that fit into this memory beside weights and a step."""
     model = windowed()
-    monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)
+    limit_memory(monkeypatch, model.weight_bytes + num_bytes)
     config = EngineConfig(block_size=8, memory_fraction=1.0, **options)
     groups, max_model_len, _ = size_store(model, config, lambda *_: 0)
     assert sizing.store_bytes(model, groups, 8) <= num_bytes
@@ -320,7 +318,7 @@ def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():
 
 
 def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
-    monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
+    limit_memory(monkeypatch, 4 << 30)
     num_blocks, max_model_len = sizes(load("demo"), EngineConfig())
     assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)
 
@@ -330,8 +328,8 @@ def test_memory_is_wired_on_metal_only(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
     backend.set_memory_limits()
     assert wired == []
-    monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
+    pretend_backend(monkeypatch, "metal")
+    limit_memory(monkeypatch, 1 << 33)
     backend.set_memory_limits()
     assert wired == [1 << 33]
 
@@ -339,6 +337,6 @@ def test_memory_is_wired_on_metal_only(monkeypatch):
 def test_a_refused_wired_limit_harms_nothing(monkeypatch):
     refuse = Mock(side_effect=ValueError("larger than the maximum working set size"))
     monkeypatch.setattr(mx, "set_wired_limit", refuse)
-    monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
+    pretend_backend(monkeypatch, "metal")
+    limit_memory(monkeypatch, 1 << 33)
     backend.set_memory_limits()

@@ -15,7 +15,7 @@ from tests.support.kernels.device import change_device, pad_to_powers_of_two, pr
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
-from tests.support.models.rounding import of_16_bits
+from tests.support.models.rounding import gather_in_16_bits
 from tests.support.run_python import run_python
 from tests.support.server.command import eventually
 from vllm_metal_lite.backend import mx
@@ -49,7 +49,7 @@ def use_kernels(patch: pytest.MonkeyPatch, rank: int) -> set[str]:
     pretend_gpu(patch, verdict)
     patch.setattr(decide, "faster_rows", few_rows)
     patch.setattr(decide, "faster_expert_rows", few_rows)
-    patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    gather_in_16_bits(patch)
     pad_to_powers_of_two(patch)
     change_device(patch, rows_as_decodes=0)
     return launched
