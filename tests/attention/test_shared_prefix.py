@@ -174,10 +174,16 @@ def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("qwen3", {}), ("gemma2", {}), ("llama/window", {}), ("gpt_oss", {}),
-     ("llama", {"kv_bits": 8}), ("qwen3", {"num_blocks": 14, "max_num_batched_tokens": 16})],
+    [
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("llama/window", {}),
+        ("gpt_oss", {}),
+        ("llama", {"kv_bits": 8}),
+        ("qwen3", {"num_blocks": 14, "max_num_batched_tokens": 16}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_layers(on_kernels, steps, name, options):
     """Norms and rotations in kernels, softcaps, windows, sinks, quantised stores; chunks, mixed
     steps and preemptions."""

@@ -45,11 +45,14 @@ LATENTS = {"latent_attention", "latent_write"}
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("qwen3_moe", {"paged_decode"}), ("gpt_oss", {"paged_decode"}),
-        ("mixtral", {"paged_decode"}), ("deepseek_v2", LATENTS), ("deepseek_v3", LATENTS),
+        ("qwen3_moe", {"paged_decode"}),
+        ("gpt_oss", {"paged_decode"}),
+        ("mixtral", {"paged_decode"}),
+        ("deepseek_v2", LATENTS),
+        ("deepseek_v3", LATENTS),
         ("glm4_moe_lite", LATENTS),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
     """Beside the other kernels of the model.  The plan knows which rows are padding."""
     launched, planned = set(), set()

@@ -69,9 +69,13 @@ def test_the_peak_of_a_step_is_plausible(model):
 def test_a_real_full_step_stays_within_the_measured_peak(max_num_seqs, scored):
     model = tiny.load("llama", vocab_size=20_000)
     config = EngineConfig(
-        block_size=8, num_blocks=64, max_num_batched_tokens=256, max_num_seqs=max_num_seqs,
-        max_model_len=256, speculate="off",
-    )  # fmt: skip
+        block_size=8,
+        num_blocks=64,
+        max_num_batched_tokens=256,
+        max_num_seqs=max_num_seqs,
+        max_model_len=256,
+        speculate="off",
+    )
     peak = step_peak_bytes(model, config, 256)
     engine = LLMEngine(model, config)
     for i, prompt in enumerate(tiny.prompts(6, 200, 240)):
@@ -244,9 +248,12 @@ def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
 
 def test_num_blocks_counts_the_blocks_of_all_of_the_context():
     config = EngineConfig(
-        block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16,
+        block_size=8,
+        num_blocks=1000,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     groups, max_model_len, _ = size_store(windowed(), config)
     assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
     groups, _, _ = size_store(windowed(), replace(config, num_blocks=12))
@@ -286,9 +293,13 @@ def test_idle_windows_cost_no_start_no_length_and_no_window_of_a_request(
     )
     limit = model.weight_bytes + room * len(windows) * 8 * spec.bytes_per_token
     config = EngineConfig(
-        block_size=8, max_num_seqs=seats, max_num_batched_tokens=chunk, num_blocks=num_blocks,
-        max_model_len=max_model_len, memory_fraction=fraction,
-    )  # fmt: skip
+        block_size=8,
+        max_num_seqs=seats,
+        max_num_batched_tokens=chunk,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        memory_fraction=fraction,
+    )
     found = []
     with patch.object(backend, "memory_limit", lambda: limit):
         for caching in (False, True):

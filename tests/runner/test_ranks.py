@@ -29,8 +29,13 @@ HERE = "tests.runner.test_ranks"
 PREFIX = tiny.prompts(1, 16, 16, seed=3)[0]
 PROMPTS = [PREFIX + prompt for prompt in tiny.prompts(4, 14, 24, seed=5)]
 # Blocks for two of four requests; chunks beside decodes.
-TIGHT = {"block_size": 8, "num_blocks": 12, "max_num_seqs": 4, "max_model_len": 64,
-         "max_num_batched_tokens": 24}  # fmt: skip
+TIGHT = {
+    "block_size": 8,
+    "num_blocks": 12,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 24,
+}
 
 
 def tokens_of(engine: LLMEngine) -> list[list[int]]:
