@@ -17,7 +17,7 @@ T = TypeVar("T")
 class RankGroup:
     """The ranks of one model, and this process's place among them.
 
-    group: what mlx-lm's sharded layers reduce over (mx.distributed.Group); None: no other ranks.
+    group: the mx.distributed.Group over which mlx-lm's sharded layers reduce; None: no other ranks.
     stages: each rank has some of the layers, in order; otherwise a part of every layer.
     leader: the rank whose results count: rank 0, or the last stage, which alone has logits.
     """

@@ -20,9 +20,9 @@ class Links(NamedTuple):
 
     backend: a backend of mx.distributed; "jaccl-ring" is JACCL where not every two hosts share a
     cable.
-    ips: by rank, the addresses at which it listens (the ring makes a connection for each); without
-    any, the rank chooses one.
-    devices: by rank, its RDMA device for each other rank; None where there is none (JACCL).
+    ips: for each rank, the addresses at which the rank listens; the ring makes a connection for
+    each.  A rank without addresses chooses one.
+    devices: for each rank, its RDMA device for each other rank (JACCL), or None if it has none.
     """
 
     backend: str

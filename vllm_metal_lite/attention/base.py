@@ -14,13 +14,6 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
 
-class StepPlan(Protocol):
-    """repeats: steps of the same shapes are likely to follow, so that compiling this one pays."""
-
-    @property
-    def repeats(self) -> bool: ...
-
-
 class DeviceBatch(NamedTuple):
     """A ForwardBatch on the device: its rows, padded to num_rows, and how they attend.
 
@@ -31,7 +24,8 @@ class DeviceBatch(NamedTuple):
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
     logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: a StepPlan, of the attention path's own type.
+    plan: how the rows attend, in the attention path's own type.  Its `repeats` says whether steps
+    of the same shapes are likely to follow, so that compiling this one pays.
     pools: the forward also gives hidden states.
     """
 

@@ -5,10 +5,11 @@ Arrays are padded to sizes that repeat, so that compiled steps repeat.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import DeviceBatch, StepPlan
+from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 
@@ -75,7 +76,7 @@ def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
 
 
 def make_step(
-    batch: ForwardBatch, num_rows: int, plan: StepPlan, *, num_slots: int = 0, num_logits: int = 1
+    batch: ForwardBatch, num_rows: int, plan: Any, *, num_slots: int = 0, num_logits: int = 1
 ) -> DeviceBatch:
     """Pad a batch's arrays and copy them to the device, beside the plan.
 

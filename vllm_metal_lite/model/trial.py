@@ -64,8 +64,11 @@ _DRAWS = 4
 
 
 class Row(NamedTuple):
-    """A row of a packed step.  kind of its segment: prompt, chunk, decode, or one row (a decode
-    alone in its step).  error: the distance of its logits.  request, position: its token."""
+    """A row of a packed step.
+
+    kind: of which kind its segment is: prompt, chunk, decode, or one row (a decode alone in its
+    step).  error: the distance of its logits.  request, position: where its token is.
+    """
 
     kind: str
     error: float
@@ -76,8 +79,8 @@ class Row(NamedTuple):
 class Draw:
     """Random tokens of two requests, and the model's own logits for them.
 
-    ranks: the distances are the leader's, and an error on one rank is raised on all, so all decide
-    alike.
+    ranks: all ranks use the leader's distances, and an error on one rank is raised on all.  So all
+    decide alike.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ def built_steps(
 
 
 class Trial:
-    """Tries modes of a packed model; keeps the model's own logits for the next mode."""
+    """Compares modes of a packed model with the model itself, whose logits it keeps."""
 
     def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
         self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))

@@ -35,7 +35,7 @@ class Usage:
         self.experts_per_token = 0
         self._head_norms: dict[int, float] = {}  # head size -> eps
         self._ropes: dict[tuple[int, RopeShape], None] = {}
-        # The newest scaled heads: the array, how many leading elements were scaled, the factor.
+        # The heads that were scaled last: (array, number of leading elements scaled, factor).
         self._scaled: tuple[mx.array, int, float] | None = None
 
     @property

@@ -16,8 +16,8 @@ from vllm_metal_lite.sampling.sampler import SamplerOutput
 class StepResult:
     """A submitted step; reading a value waits for the step to end.
 
-    output: None for a step that samples nothing.
-    token_ids: (T,) int32, one per sampled row.  logprobs, prompt_logprobs: None unless requested.
+    output: what the sampler returned; None if the step samples nothing.
+    token_ids: (T,) int32, one per sampled row.  logprobs, prompt_logprobs: None if nobody asked.
     no_token: row -> `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.
     pooled: (Q, hidden_size) float32, the sums of PooledRows; None if the step pools nothing.
     written: arrays that exist once the step has written to the store.

@@ -25,8 +25,9 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class StepPath:
-    """attention_reason: why this attention was chosen.
+    """How the steps of a model run: which attention, and what is fused.
 
+    attention_reason: why this attention was chosen.
     option, shapes, verdict: the arguments of `attention.select` that led to this attention.
     """
 

@@ -146,7 +146,7 @@ def plan_varlen(
     """Arrange prompts for kernels that read the store in place.
 
     num_rows: rows of prompts, including padding.  queries_per_kv: query heads per KV head, over all
-    layers.  repeats: see StepPlan.
+    layers.  repeats: see DeviceBatch.
     """
     segments = max(power_of_two(batch.num_segments), MIN_ELEMENTS)
     longest = max(int(batch.seq_lens.max()), profile().min_keys)

@@ -26,11 +26,12 @@ from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 
 
 class VarlenPrompts(NamedTuple):
-    """For `varlen_prefill`, or `latent_attention`: block_tables (S, W) per KV group, cu_seqlens_q
-    (S+1,), seq_lens (S,).
+    """The arrays that `varlen_prefill` or `latent_attention` reads.
+
+    block_tables: (S, W) per KV group.  cu_seqlens_q: (S+1,).  seq_lens: (S,).
 
     S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
-    heads per KV head -> the tiles of such layers.  repeats: see StepPlan.
+    heads per KV head -> the tiles of such layers.  repeats: see DeviceBatch.
     """
 
     block_tables: tuple[mx.array, ...]
@@ -56,7 +57,7 @@ class WholePrompt(NamedTuple):
 
 
 class PagedPlan(NamedTuple):
-    """The first rows of a step are decodes; the rest are prompts.  None: the step has none.
+    """The first rows of a step are decodes, the rest are prompts.  None: the step has no such rows.
 
     positions: (num_rows,), for `rope_write`; None if `paged_decode` writes the rows, which is
     allowed only if no row reads another new row.
@@ -74,7 +75,7 @@ class PagedPlan(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """See StepPlan."""
+        """See DeviceBatch."""
         return self.prompts is None or self.prompts.repeats
 
 

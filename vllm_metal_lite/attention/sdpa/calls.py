@@ -22,7 +22,8 @@ from vllm_metal_lite.devices import profile
 class Joined:
     """Rows of several calls in one array, so that one launch serves all of them.
 
-    shapes: (B, L) of each call.  begins: the first row of each; None: they are concatenated.
+    shapes: the (B, L) of each call.  begins: the first row of each call; None if the calls lie end
+    to end.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Joined:
 
 
 def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, list[int]]]:
-    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more.
+    """Plan gathers for all calls, in order.  A gather has at most `cap` keys unless one call needs
+    more.
 
     Returns for each gather its slots (K,), and where the keys of each call begin in them.
     """
@@ -71,7 +73,7 @@ def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, lis
 
 
 def _spans(calls: list[HostCall]) -> dict[int, tuple[int, np.ndarray]]:
-    """The keys that the spans of each segment need: their first position, and their slots."""
+    """For each segment with spans: the first position of the keys that they need, and the slots."""
     spans: dict[int, list[tuple[int, np.ndarray]]] = {}
     for call in calls:
         if call.span is not None:
@@ -163,7 +165,7 @@ class SdpaPlan:
         self._plans: dict[tuple, StepCalls] = {}
 
     def step_calls(self, kv_group: int, call: AttentionCall, unfused: Unfused | None) -> StepCalls:
-        """unfused: which calls of the layer MLX does not fuse; None: MLX fuses all."""
+        """The calls of a layer.  unfused: the calls that MLX does not fuse; None: MLX fuses all."""
         longest = int(self.batch.seq_lens.max())
         window, chunk = (
             None if limit is not None and limit >= longest else limit

@@ -19,7 +19,7 @@ from vllm_metal_lite.attention.step_arrays import split_at_chunks
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 
-NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
+NEVER = np.iinfo(np.int32).max  # the position of a padding key, which is after every query
 _UNLIMITED = np.iinfo(np.int64).max
 # The fewest rows of a tile, however long its context.
 _LEAST_TILE = 32
@@ -29,7 +29,7 @@ _KEY_GRAIN = 16
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
 
-# Rows of prompts that share one block-diagonal mask: the mask grows with their square.
+# The most rows of prompts that share one block-diagonal mask, which grows with their square.
 _LONGEST_PACK = 4096
 
 
@@ -56,13 +56,16 @@ class HostCall:
 
 
 def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
-    """Cost of attention of q_len queries to kv_len keys, in scores."""
+    """What attention of q_len queries to kv_len keys costs; the unit is one score."""
     return (q_len + profile().key_cost) * kv_len
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles, one entry each: segment, first row, number of rows, key range [start, end)."""
+    """Query tiles.  Each array has one entry per tile.
+
+    row, q_len: the first row of the tile, and how many.  kv_start, kv_end: its keys, [start, end).
+    """
 
     segment: np.ndarray
     row: np.ndarray
@@ -81,7 +84,7 @@ class CallPlanner:
     """Cuts a step into SDPA calls that together cover every row of the batch once.
 
     attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
-    unfused: which calls of the layer MLX does not fuse; None: MLX fuses all.
+    unfused: the calls of the layer that MLX does not fuse; None: MLX fuses all.
 
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has

@@ -23,7 +23,7 @@ _LOCK = threading.RLock()
 
 # (owner, name, around): a call of owner.name becomes around(original, *args, **kwargs).
 Hook = tuple[Any, str, Callable]
-# A function: a module that holds it, and its name there.
+# The place of a function: the module that holds it, and its name there.
 Named = tuple[ModuleType, str]
 
 
@@ -76,7 +76,8 @@ def _attend(
     return k.cache.attend(q, scale, how.get("mask"), how.get("sinks"))
 
 
-# The product, the leading elements of the last axis that were multiplied, the factor -> the result.
+# A function that takes a product, how many leading elements of its last axis were multiplied, and
+# the factor.  The model gets the array that the function returns.
 Noted = Callable[[mx.array, int, float], mx.array]
 
 
