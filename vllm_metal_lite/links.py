@@ -31,7 +31,7 @@ class Links(NamedTuple):
 
 
 def read_links(size: int, hostfile: str | None) -> Links:
-    """The links of `size` ranks: as `hostfile` says, else NCCL on NVIDIA, else the ring over TCP.
+    """The links of `size` ranks.  Without a hostfile: NCCL on NVIDIA, else the ring over TCP.
 
     hostfile: a file that `mlx.launch` takes; its hosts are the ranks.  Raises ConfigError.
     """

@@ -18,15 +18,14 @@ class DeviceBatch(NamedTuple):
     """A ForwardBatch on the device: its rows, padded to num_rows, and how they attend.
 
     batch: the ForwardBatch on the host.
-
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
     A padded row has position 0, slot -1, and any token.  Kernels skip slot -1; MLX writes to the
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
-    logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
+    logits_indices: (R,) int32, the batch's indices, followed by padding; None: all rows get logits.
     plan: how the rows attend, in the attention path's own type.  Its `repeats` says whether steps
     of the same shapes are likely to follow, so that compiling this one pays.
-    pools: the forward also gives hidden states.
+    pools: whether the forward also returns hidden states.
     """
 
     batch: ForwardBatch
@@ -41,11 +40,11 @@ class DeviceBatch(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A layer's attention call, apart from its queries (num_rows, H, D).
+    """What a layer asks of attention, without its queries (num_rows, H, D).
 
     q_pe: (num_rows, H, v_head_dim), for latent attention: a score is (q . k + q_pe . v) * scale,
-    and the values are k.  attention_chunk: positions per chunk; a query sees only the keys of its
-    own chunk.
+    and the values are k.  attention_chunk: the length of a chunk of positions; a query sees only
+    the keys of its own chunk.
     """
 
     layer: int
@@ -78,7 +77,7 @@ class StepAttention(Protocol):
 class Attention(Protocol):
     """Attention of packed queries over the paged store.
 
-    overlaps: a step may be submitted while the previous one runs.
+    overlaps: whether a step may be submitted while the previous one runs.
     """
 
     name: str

@@ -36,8 +36,8 @@ class Mode(StrEnum):
 class _HeadRows:
     """The rows that the body of a model hands to its head during a packed forward.
 
-    wanted: their indices; None: all rows.  hidden: all rows, (N, 1, hidden_size), once the body has
-    returned them.
+    wanted: the indices of the rows; None: all rows.  hidden: the hidden states (N, 1, hidden_size)
+    of all rows, once the body has returned them.
     """
 
     wanted: mx.array | None
@@ -58,7 +58,7 @@ class Fusion:
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about fused launches."""
+        """The words about fused launches in the start-up line."""
         return ""
 
     def building(self, step: DeviceBatch) -> AbstractContextManager[None]:
@@ -66,7 +66,7 @@ class Fusion:
         return nullcontext()
 
     def without(self, failed_kernels: Collection[str]) -> "Fusion":
-        """The same without these kernels."""
+        """The same fusion, without these kernels."""
         return self
 
 

@@ -106,7 +106,7 @@ class Draw:
     def rows(
         self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> list[Row]:
-        """Run the steps through a packed model.  attention: over a store of 4 blocks."""
+        """Run the steps through a packed model.  attention: must be over a store of 4 blocks."""
         own = partial(self._own_rows, packed, attention, fusion)
         return [Row(*row) for row in self._of_all(own)]
 
@@ -149,10 +149,10 @@ def built_steps(
     sequences: Sequence[np.ndarray],
     fusion: Fusion = NO_FUSION,
 ) -> Iterator[tuple[Sequence[int], Sequence[int], mx.array, list[mx.array]]]:
-    """STEPS over the tokens of two requests: the graphs, unevaluated.
+    """Build the graphs of STEPS over the tokens of two requests, unevaluated.
 
-    attention: over a store of 4 blocks.  Yields each step's computed tokens, scheduled tokens,
-    logits (rows, V) and the attention's state.
+    attention: must be over a store of 4 blocks.  Yields each step's computed tokens, scheduled
+    tokens, logits (rows, V) and the attention's state.
     """
     size = attention.store.block_size
     inputs = InputBatch(2, 2 * size, size)
@@ -183,9 +183,9 @@ class Trial:
     def problem(
         self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> str | None:
-        """In one line how the logits of a packed model differ, or None if the model fits.
+        """Say in one line how the logits of a packed model differ; None if the model fits.
 
-        attention: attends over a store of 4 blocks.  An exception is no answer: the caller gets it.
+        attention: must be over a store of 4 blocks.  An exception is no answer: the caller gets it.
         """
         # Keys are kinds of rows.
         errors: dict[str, list[float]] = defaultdict(list)
@@ -217,7 +217,7 @@ class Trial:
 
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:
     """The share of (packed row, chunked row) pairs in which the packed row's distance is larger by
-    more than _LIMIT: at most half for rounding alone, nearly 1 for an attention error."""
+    more than _LIMIT.  With rounding alone it is at most half; with an attention error, nearly 1."""
     limits = np.sort(np.concatenate(noise)) + _LIMIT
     return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
 
@@ -245,8 +245,9 @@ def _native(model: nn.Module, tokens: np.ndarray, chunk: int) -> np.ndarray:
 def fit(
     model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE
 ) -> tuple[PackedModel, Usage]:
-    """Try the modes of a model in turn: the model, ready for packed steps, and the shapes that the
-    kernels must serve.  Raises ModelLoadError if no mode fits.
+    """Try the modes of a model in turn; raises ModelLoadError if no mode fits.
+
+    Returns the model, ready for packed steps, and the shapes that the kernels must serve.
 
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
@@ -270,8 +271,8 @@ def fit(
 def foresee(
     model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE
 ) -> tuple[PackedModel, Usage]:
-    """As `fit`, but from the model's code alone: graphs are built and not evaluated, so no weight
-    is read.  `fit` also compares logits, so it may choose a later mode, or refuse the model."""
+    """What `fit` will probably return, found without reading a weight: graphs are built and not
+    evaluated.  `fit` also compares logits, so it may choose a later mode, or refuse the model."""
     return _choose(model, layout, model_type, _build)
 
 
@@ -286,7 +287,7 @@ def _choose(
     model_type: str,
     problem_of: Callable[[PackedForward, ReferenceAttention], str | None],
 ) -> tuple[PackedModel, Usage]:
-    """The first mode without a problem; ModelLoadError if all have one."""
+    """The first mode without a problem.  Raises ModelLoadError if all have one."""
     reason = None  # why the previous mode does not fit
     for mode in Mode:
         if mode is Mode.IN_SEQUENCES and not layout.states:

@@ -24,8 +24,8 @@ from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 class Usage:
     """The shapes of a model's operations.
 
-    recurrences: shapes of the layers that work on packed rows.  hidden_sizes: sizes of the
-    normalised rows, except heads.  experts_per_token: the most that a layer uses for one token.
+    recurrences: the shapes of recurrent layers that work on packed rows.  hidden_sizes: the sizes
+    of normalised rows, except heads.  experts_per_token: the most experts that one token uses.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Usage:
         return tuple(sorted(found, key=str))
 
     def recorded(self, forward: PackedForward) -> PackedForward:
-        """The same forward, whose calls are recorded."""
+        """The same forward, but each call records its operations here."""
         recurrence = ReferenceRecurrence
         hooks: list[Hook] = [
             (ReferenceStepAttention, "attend", self._attend),

@@ -72,8 +72,9 @@ def pack_segments(
 class SegmentPlan(NamedTuple):
     """A step's segments, as the kernels read them (`pack_segments`).
 
-    segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, of the convolutions.
-    max_seqlen: 1 if no segment has more rows, else 2, so that steps repeat.
+    segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, the tiles of the convolutions.
+    max_seqlen: 1 if no segment has more rows, otherwise 2, whatever the length, so that steps
+    repeat.
     """
 
     segments: mx.array

@@ -155,7 +155,7 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _index(rows: np.ndarray) -> slice | mx.array:
-    """Consecutive rows as a slice, which copies nothing."""
+    """The index of rows: a slice if they are consecutive, because a slice copies nothing."""
     first, count = int(rows[0]), len(rows)
     if (rows == np.arange(first, first + count)).all():
         return slice(first, first + count)

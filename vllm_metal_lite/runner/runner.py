@@ -71,7 +71,7 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step.
 
-        masks: a function is called while the device runs the forward, and may be called again.
+        masks: may be a function, which is called while the device runs the forward, perhaps twice.
         after: the previous step, which holds the tokens that are unknown on the host; it has no
         drafts.  Raises if this step is invalid, or if the previous step failed before the host
         waited for it.  A kernel that fails is replaced (`StepPath.fallback`).
@@ -137,7 +137,7 @@ class ModelRunner:
     def _sample_and_score(
         self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
     ) -> StepResult:
-        """The part of a forward's results that the host reads: samples, scores and sums."""
+        """Sample, score and pool: what the host reads of a forward."""
         logits, hidden, state = built
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])
@@ -182,8 +182,10 @@ class ModelRunner:
 
 
 def known_tokens(step: DeviceBatch, after: StepResult) -> mx.array:
-    """(num_rows,) int32: a step's token_ids, with the tokens that the step `after` samples in place
-    of UNKNOWN_TOKEN.  These are still on the device."""
+    """The token_ids (num_rows,) int32 of a step, without UNKNOWN_TOKEN.
+
+    after: the step before, whose sampled tokens take its place.  They are still on the device.
+    """
     batch, num_rows = step.batch, step.num_rows
     unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
     if not len(unknown):
@@ -202,7 +204,7 @@ def known_tokens(step: DeviceBatch, after: StepResult) -> mx.array:
 
 
 def padded_rows(num_tokens: int) -> int:
-    """Rows of a padded step.  Shapes must repeat: MLX only reuses buffers of similar size.
+    """The number of rows of a padded step.  Shapes must repeat: MLX reuses buffers of similar size.
 
     See `DeviceProfile.row_grains`.
     """

@@ -25,7 +25,7 @@ _CALLS_AT_ONCE = 3
 
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a full step needs beyond weights, states and store.
+    """Measure the bytes that a full step needs beyond weights, states and store.
 
     The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
     repeated block holds the whole context, so the store is tiny.
@@ -66,11 +66,11 @@ def _run(
 
 
 def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """As `step_peak_bytes`, from the shapes of the model's weights; nothing runs.
+    """Estimate `step_peak_bytes` from the shapes of the model's weights; nothing runs.
 
-    Counts the outputs of a layer's products, twice to cover the values between them; the K and V
-    of one layer's context and the scores of calls that keep them; the logits of all sampled rows,
-    their float32 copy and its softmax.
+    The estimate is the sum of three parts: the outputs of a layer's products, twice to cover the
+    values between them; the K and V of one layer's context, and the scores of calls that keep them;
+    the logits of all sampled rows, their float32 copy and its softmax.
     """
     full, rows, context = _profiled_sizes(config, max_model_len)
     sampled = min(config.max_logits_rows, rows)
@@ -99,9 +99,9 @@ def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int,
 
 
 def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_len: int) -> int:
-    """The memory that a step of `rows` needs at the longest context beyond a step at `context`.
+    """How many more bytes a step of `rows` needs at the longest context than at `context`.
 
-    That is a copy of the keys and values of two layers, and scores up to their bound.
+    These bytes are copies of the keys and values of two layers, and scores up to their bound.
     """
     longer = max(min(max_model_len, profile().max_gathered_keys) - context, 0)
     copies = 2 * longer * max((spec.bytes_per_token for spec in model.kv_specs), default=0)

@@ -46,8 +46,8 @@ class Pace:
     def ratio(self, num_decodes: int, num_rows: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
 
-        Infinite: plain steps must be measured first, or a new width must wait, because its first
-        step compiles.
+        Infinite if plain steps must be measured first, or if a new width must wait because its
+        first step compiles.
         """
         plain, drafted = self._known(False, num_decodes), self._known(True, num_rows)
         if plain and drafted:
@@ -93,7 +93,8 @@ class _Record:
         self.rejected = max(self.rejected * _FADE + (num_accepted < num_drafts), _MIN_REJECTED)
 
     def recover(self) -> None:
-        """After a step without drafts: the text may repeat itself again by now."""
+        """Move the counts towards the first ones after a step without drafts: the text may repeat
+        itself again by now."""
         self.accepted += (_ACCEPTED - self.accepted) * _RECOVER
         self.rejected += (_REJECTED - self.rejected) * _RECOVER
 

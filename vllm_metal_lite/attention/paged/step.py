@@ -41,7 +41,8 @@ class VarlenPrompts(NamedTuple):
     repeats: bool
 
     def metadata(self, group: int, queries_per_kv: int) -> VarlenMetadata:
-        """The prompts for layers of a KV group with this number of query heads per KV head."""
+        """What the kernel reads, for layers of a KV group with this many query heads per KV
+        head."""
         tables, tiles = self.block_tables[group], self.tiles[queries_per_kv]
         return VarlenMetadata(tables, self.cu_seqlens_q, self.seq_lens, tiles)
 
@@ -82,8 +83,8 @@ class PagedPlan(NamedTuple):
 class KernelStepAttention:
     """See StepAttention.
 
-    ticket: orders writes and reads across launches.  unused_kernels: the step uses their fallbacks.
-    shares: which layers read a shared prefix once.
+    ticket: orders writes and reads across launches.  unused_kernels: the kernels that the step must
+    not launch.  shares: for each layer, whether it reads a shared prefix once.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class KernelStepAttention:
         self.ticket = kv_write(k, v, self._slot_mapping(layer), self._store(layer))
 
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
-        """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
+        """Norm and rotate q and k, write k and v; returns q (num_rows, H, D), for `attend`.
 
-        NewRows: `attend` does all of this.  None: no kernel supports these heads.
+        Returns NewRows if `attend` will do all of this, and None if no kernel supports these heads.
         """
         spec = self.store.specs[layer]
         kept = [(spec.num_kv_heads, spec.k_head_dim), (spec.num_kv_heads, spec.v_head_dim)]
@@ -136,10 +137,10 @@ class KernelStepAttention:
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
-        """Norm latents, rotate k_pe and q, write latents and k_pe -> q (num_rows, H, rope).
+        """Norm latents, rotate k_pe and q, write latents and k_pe; returns q (num_rows, H, rope).
 
-        q: whole heads, or the rotary part of each.
-        None: the kernel does not support these rows.
+        q: whole heads, or the rotary part of each.  Returns None if the kernel does not support
+        these rows.
         """
         spec, positions = self.store.specs[layer], self.plan.positions
         rope, norm = k_pe.rope, latents.norm

@@ -34,8 +34,8 @@ class Joined:
         self._views: dict[tuple[int, int, int], list[tuple]] = {}
 
     def cut(self, rows: mx.array, axis: int = 0) -> list[mx.array]:
-        """rows (T, H, D), or (H, T, D) with axis 1 -> a view (B, H, L, D) for each call, without a
-        copy.  T may be more than the calls have."""
+        """Cut rows (T, H, D), or with axis 1 (H, T, D), into a view (B, H, L, D) for each call,
+        without a copy.  T may be more than the calls have."""
         heads, dim = rows.shape[1 - axis], rows.shape[2]
         of_row, of_head = (heads * dim, dim) if axis == 0 else (dim, rows.shape[1] * dim)
         key = heads, of_row, of_head
@@ -137,9 +137,10 @@ class DeviceCall:
 class StepCalls:
     """The SDPA calls that cover a step, with their input and output rows.
 
-    q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
-    place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
-    gathers: the slots (K,) of each gather, and how its rows are cut into calls.
+    q_rows: (T,), the rows of the packed batch in the order of the calls; None: they are the first
+    T.  place: (num_rows,), where each row is in the concatenated outputs of the calls; None: the
+    rows are in order.  gathers: for each gather, its slots (K,), and how its rows are cut into
+    calls.
     """
 
     def __init__(self, planned: list[HostCall], window: int | None, num_rows: int) -> None:

@@ -83,11 +83,11 @@ def refuse_wrong(name: str, model_type: str) -> None:
 def load_checkpoint(
     folder: Path, trust_remote_code: bool
 ) -> tuple[nn.Module, dict[str, Any], bool]:
-    """(The module, its weights not read yet; config.json; whether the files have a head).
+    """Returns (module, config.json, whether the files have a head).  The weights are not read yet.
 
-    Files that mlx-lm refuses may differ from it in a plain way: names without `model.`, as those of
-    Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
-    folder for embeddings.  Otherwise raises mlx-lm's error: each weight has one place.
+    Some files that mlx-lm refuses are accepted.  Their names may lack `model.`, as in
+    Qwen3-Embedding.  They may have a head that equals the embedding, if the module has no head.  In
+    a folder for embeddings they may have no head.  For other files mlx-lm's error is raised.
     """
     has_head = True
 
@@ -131,7 +131,7 @@ def _with_prefix(weights: Weights, model: nn.Module) -> Weights:
 
 
 def _like(head: mx.array, weights: Weights) -> list[str]:
-    """The weights with a head's shape that are none: the embedding."""
+    """The names of weights that have a head's shape and are no head: the embedding."""
     return [n for n, w in weights.items() if w.shape == head.shape and not n.endswith(_HEAD)]
 
 

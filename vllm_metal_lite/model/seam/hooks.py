@@ -64,7 +64,7 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 
 def building(hooks: Sequence[Hook] = ()) -> AbstractContextManager[None]:
-    """Held while a packed forward is built.  hooks: those beside attention's."""
+    """Held while a packed forward is built.  hooks: the hooks to install beside attention's."""
     return hooked([(mx.fast, "scaled_dot_product_attention", _attend), *hooks])
 
 
@@ -107,7 +107,8 @@ class _Leading:
 
 
 def leading(key: Any, size: int) -> int | None:
-    """The elements of a last axis of `size` that the key [..., :dims] selects, else None."""
+    """If a key is [..., :dims]: how many elements of a last axis of `size` it selects.  Else
+    None."""
     if not isinstance(key, tuple) or len(key) != 2 or key[0] is not Ellipsis:
         return None
     if not isinstance(key[1], slice):

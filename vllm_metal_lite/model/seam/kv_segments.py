@@ -80,10 +80,10 @@ def rebuild(
 def _context(
     steps: SequenceStep, seqs: SequenceBatch, group: int, reach: int
 ) -> tuple[mx.array, mx.array | None]:
-    """The slots (n,) of the context of the batch's only segment.
+    """Returns (the slots (n,) of the context of the batch's only segment, order).
 
-    If earlier batches of the step write some of these slots: also the place of each row of the
-    context in the n rows of the store, followed by all rows of the earlier batches.
+    order: None if no earlier batch of the step writes to these slots.  Otherwise (n,): where each
+    row of the context is, if the rows of the earlier batches follow the n rows from the store.
     """
     batch, start = steps.step.batch, seqs.start
     positions = np.arange(max(start - reach, 0), start)
@@ -109,7 +109,7 @@ def _reach(template: Any) -> int:
 
 
 def _gather(rows: mx.array, row: RowFormat, slots: mx.array) -> mx.array:
-    """(num_slots, H, width) at slots (n,) as (1, H, n, D)."""
+    """Take the rows at slots (n,) out of (num_slots, H, width), as (1, H, n, D)."""
     if not row.dim:
         return mx.zeros((1, rows.shape[1], slots.size, 0), row.dtype)
     return row.unpack(rows[slots]).swapaxes(0, 1)[None]

@@ -129,9 +129,10 @@ class PagedLayerCache(PackedCache):
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask | None:
-        """mlx-lm's mask request.  Our attention handles positions, so only the window is recorded.
+        """Answer mlx-lm, which asks for a mask.  Our attention knows positions, so the mask only
+        records the window.
 
-        None: only the layer's own window, and no module needs a mask per sequence.
+        None: the layer has no other window than its own, and no module needs a mask per sequence.
         """
         alone = self.sequences is not None and self.sequences.alone
         if not alone and window_size in (None, self.spec.window):
@@ -146,7 +147,7 @@ class PagedLayerCache(PackedCache):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """q (N, H, 1, D) against the store -> (N, H, 1, v_head_dim).
+        """Attention of q (N, H, 1, D) to the store; returns (N, H, 1, v_head_dim).
 
         With LatentScores as the mask, K holds latents, which are also the values.
         """
