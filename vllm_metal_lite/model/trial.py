@@ -66,7 +66,7 @@ _DRAWS = 4
 class Row(NamedTuple):
     """A row of a packed step.
 
-    kind: of which kind its segment is: prompt, chunk, decode, or one row (a decode alone in its
+    kind: what its segment is: a prompt, a chunk, a decode, or one row (a decode alone in its
     step).  error: the distance of its logits.  request, position: where its token is.
     """
 
