@@ -351,3 +351,4 @@ def test_a_refused_wired_limit_harms_nothing(monkeypatch):
     pretend_backend(monkeypatch, "metal")
     limit_memory(monkeypatch, 1 << 33)
     backend.set_memory_limits()
+    refuse.assert_called_once()
