@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.kernels.device import checks_find, fused_rows
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.assembly import build_runner, choose_attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.distributed import RankGroup
-from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
@@ -24,8 +24,8 @@ SKINNY = range(1, 9)
 
 @pytest.fixture
 def fast_skinny_gemm(monkeypatch):
-    """Nothing is timed, since times mean nothing here."""
-    monkeypatch.setattr(decide, "faster_rows", lambda *_: SKINNY)
+    """Timing means nothing here."""
+    fused_rows(monkeypatch, SKINNY)
 
 
 def assemble(name="qwen3", dtype=None, option="kernels"):
@@ -36,7 +36,7 @@ def assemble(name="qwen3", dtype=None, option="kernels"):
 
 def with_wrong(monkeypatch, *kernels):
     failures = {k: f"{k} is off by 2, 0.1 is allowed" for k in kernels}
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict(failures))
+    checks_find(monkeypatch, Verdict(failures))
 
 
 def test_without_a_gpu_the_reference_is_used_unchecked_and_without_a_warning(monkeypatch, caplog):

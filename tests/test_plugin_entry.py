@@ -102,6 +102,6 @@ def test_the_package_logs_through_vllm(monkeypatch):
     monkeypatch.setattr(theirs, "handlers", [handler])
     for _ in range(2):  # vLLM may make a second worker in a process
         vllm_plugin.log_through_vllm()
-    logging.getLogger("vllm_metal_lite.model.fit").warning("slow")
+    logging.getLogger("vllm_metal_lite.model.trial").warning("slow")
     logging.getLogger("vllm_metal_lite.checks").info("checking")
     assert seen == ["slow", "checking"]

@@ -45,11 +45,10 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     if config.max_step_seconds and model.ranks.size == 1:  # each rank would measure other times
         limit = StepLimit(config.max_step_seconds, not backend.is_cpu())
     scheduler = Scheduler(
-        replace(config, enable_prefix_caching=model.caches_prefixes(config)),
+        config,
         groups,
         max_model_len,
         num_state_slots=num_state_slots,
-        shares_in_step=model.packed.by_segment is None,
         # The disk needs the scheduler, which asks the disk only when it admits a request.
         must_wait=lambda request, hit: prefix_disk.must_wait(request, hit),
         limit=limit,

@@ -156,8 +156,8 @@ def share_device(processes: int) -> None:
 
 
 def memory_limit() -> int:
-    """Bytes available on this device: Metal's recommended working set, or all memory; this
-    process's part if several share the device."""
+    """The bytes that this process may use: Metal's recommended working set, or all memory, divided
+    by the number of processes that share the device."""
     info = {} if is_cpu() else mx.device_info()
     keys = ("max_recommended_working_set_size", "total_memory", "memory_size")  # Metal, CUDA
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -81,7 +81,7 @@ def test_a_bad_command_line_is_one_line_and_2(line, capsys):
 
 
 def test_a_warning_of_the_package_is_a_line_on_stderr(monkeypatch, capsys):
-    logger = logging.getLogger("vllm_metal_lite.model.fit")
+    logger = logging.getLogger("vllm_metal_lite.model.trial")
     monkeypatch.setattr("vllm_metal_lite.cli.doctor.run", lambda _: logger.warning("%d%% slow", 50))
     main(["doctor"])
     assert capsys.readouterr() == ("", "warning: 50% slow\n")

@@ -68,7 +68,6 @@ def test_each_way_to_run_is_known_before_loading(folders):
         assert entry.supported, entry.problem
         assert entry.runs == runs
         loaded = load(entry.name)
-        assert entry.prefix_cache == (loaded.packed.no_prefix_cache is None)
         assert entry.context == loaded.max_position
         assert entry.weight_bytes == loaded.weight_bytes
         assert entry.kv_bytes_per_token == loaded.kv_bytes_per_token

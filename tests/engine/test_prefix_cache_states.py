@@ -26,10 +26,11 @@ from vllm_metal_lite.scheduler.request import Request
 NAMES = ["qwen3_next", "lfm2", "mamba2", "kimi_linear", "rwkv7", "longcat_flash_ngram"]
 NAMES += ["gemma3/w9", "gpt_bigcode"]
 RECURRENT = (
-    "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
-    "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe",
-    "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2",
-    "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1",
+    "gear", "gear/softcap", "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2",
+    "lfm2-vl", "lfm2_moe", "longcat_flash_ngram", "mamba", "mamba2", "nemotron_h",
+    "olmo_hybrid", "plamo2", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "recurrent_gemma", "rwkv7",
 )  # fmt: skip
 STEMS = tiny.prompts(2, 40, 40, seed=51)
 FIND = (Phase.explicit, Phase.generate)  # to shrink an example takes minutes

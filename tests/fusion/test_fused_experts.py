@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.products import Summed
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels import experts
-from vllm_metal_lite.model.weights import mixtures
+from vllm_metal_lite.model.layer_weights import mixtures
 
 FEW = range(1, 65)
 

@@ -12,7 +12,7 @@ from tests.support.attention.oracle import paged_attention
 from tests.support.kernels.arrays import TOLERANCE
 from tests.support.kernels.attention_cases import AttentionCase, segments_of
 from tests.support.kernels.device import change_device
-from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
+from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import latent_attention as module
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention

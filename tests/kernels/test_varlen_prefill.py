@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.kernels.arrays import TOLERANCE
 from tests.support.kernels.attention_cases import AttentionCase, segments_of
-from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
+from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill

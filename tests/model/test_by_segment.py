@@ -19,9 +19,8 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.step import SequenceStep
-from vllm_metal_lite.recurrence.sequence_batches import sequence_batches
+from vllm_metal_lite.model.seam.kv_segments import rebuild
+from vllm_metal_lite.model.seam.sequences import SequenceStep
 
 # What makes each of them need it.
 NAMES = {
@@ -39,7 +38,6 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
     model = tiny.packed(name)
     packed = model.packed
     assert packed.by_segment
-    assert (packed.no_prefix_cache is None) == (not packed.layout.states)
     store = PagedStore(packed.layout.specs, 4, 8)
     pretend_gpu(monkeypatch)
     path = choose_attention(model, store, "auto")
@@ -119,7 +117,9 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
     if not isinstance(template, KVCache) and start >= 9:  # behind the window
         store.write(0, nan, nan, mx.array(slots[: start - 8]))
     batch = pack([(start, 6)], [blocks])
-    rebuilt = rebuild(template, 0, store, batch, sequence_batches(batch, alone=True)[0])
+    attention = ReferenceAttention(store)
+    steps = SequenceStep(attention.prepare(batch, 6), StateStore(), alone=True)
+    rebuilt = rebuild(template, 0, store, steps, steps.batches[0], [])
 
     assert rebuilt.offset == native.offset == start
     for first, last in ((0, 4), (4, 5), (5, 6)):  # a chunk, then single tokens

@@ -70,14 +70,12 @@ def test_what_is_refused_for_mlx_lms_own_fault_shows_it(name):
     assert conformance.check(name).drift > 100 * conformance.TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("name", "hits"), [("llama", True), ("mamba", True), ("baichuan_m1", False)]
-)
-def test_the_engine_preempts_and_hits_while_it_serves(name, hits):
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_the_engine_preempts_and_hits_while_it_serves(name):
     tokens, metrics = conformance.serve(tiny.packed(name))
     assert [len(t) for t in tokens] == [conformance.GENERATED] * 4
     assert metrics["preemptions"] > 0
-    assert (metrics["prefix_cache_hit_tokens"] > 0) == hits
+    assert metrics["prefix_cache_hit_tokens"] > 0
 
 
 @pytest.mark.parametrize("window", [arch_configs.WINDOW, arch_configs.NARROW])

@@ -17,7 +17,7 @@ from vllm_metal_lite.cli.models import describe, find_models, table
 from vllm_metal_lite.cli.options import flag
 from vllm_metal_lite.errors import ModelLoadError, RequestError, SamplingError
 from vllm_metal_lite.model import loader
-from vllm_metal_lite.model.files.folder import sampling_defaults
+from vllm_metal_lite.model.files.checkpoint import sampling_defaults
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 

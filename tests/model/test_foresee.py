@@ -7,18 +7,16 @@ from tests.support.models.tiny_models import build, load
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.adapters import adapt
-from vllm_metal_lite.model.fit import fit, foresee
 from vllm_metal_lite.model.layout import find_layout
-from vllm_metal_lite.model.trial import Trial
+from vllm_metal_lite.model.trial import Trial, fit, foresee
 
 
 def mode(name, **how):
-    """How the model runs, and whether it caches prefixes; "refused" if it does not run."""
+    """How the model runs; "refused" if it does not run."""
     try:
-        packed = load(name, how=how).packed
+        return load(name, how=how).packed.mode
     except ModelLoadError:
         return "refused"
-    return packed.mode, packed.no_prefix_cache is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import mlx.nn as nn
 import pytest
 
 from metal.host import installed
+from tests.support.kernels.device import limit_memory
 from tests.support.kernels.failing import FailingKernels
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
@@ -50,7 +51,6 @@ def test_recurrent_layers_work_on_packed_rows(name):
     """A release of mlx-lm that computes a recurrence in another way fails here."""
     packed = tiny.packed(name).packed
     assert packed.mode is Mode.PACKED
-    assert packed.no_prefix_cache is None
     convs = [m for _, m in packed.model.named_modules() if isinstance(m, ShortConv)]
     assert convs
     assert {conv.silu for conv in convs} == {PACKED[name]}
@@ -189,14 +189,6 @@ def test_states_that_grow_may_be_in_one_batch():
     assert tiny.answers(tiny.engine(name), prompts, 8) == tiny.all_alone(name, prompts, 8)
 
 
-def test_prefixes_are_not_cached_where_attention_by_segment_meets_states():
-    engine, prompt = tiny.engine("baichuan_m1"), tiny.prompts(1, 40, 40)[0]
-    assert "states" in engine.model.packed.no_prefix_cache
-    for _ in range(2):
-        tiny.answers(engine, [prompt], 3)
-    assert engine.metrics()["prefix_cache_hit_tokens"] == 0
-
-
 # Memory
 
 
@@ -210,7 +202,7 @@ def test_states_are_counted_one_a_slot(monkeypatch):
     (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
     assert slots == 8 + 15 * 8
-    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
+    limit_memory(monkeypatch, model.state_bytes << 14)
     for num_blocks in None, 1:
         too_many = EngineConfig(max_num_seqs=1 << 14, num_blocks=num_blocks)
         with pytest.raises(OutOfMemoryError, match=r"states of 16384 requests.*max_num_seqs"):
@@ -236,7 +228,7 @@ def test_checkpoints_have_the_memory_that_they_are_given(gib, slots):
 def test_checkpoints_that_do_not_fit_are_counted_in_the_error(monkeypatch):
     model = tiny.packed("qwen3_next")
     config = EngineConfig(max_num_seqs=8, state_cache_gib=1)
-    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes * 100)
+    limit_memory(monkeypatch, model.state_bytes * 100)
     with pytest.raises(
         OutOfMemoryError, match=r"of 8 requests and \d+ checkpoints .*state_cache_gib"
     ):

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from tests.support.engine.runner_bench import PROMPTS, RunnerBench
+from tests.support.kernels.device import pretend_backend
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.step_arrays import make_step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.runner import padded_rows
+from vllm_metal_lite.runner.runner import known_tokens, padded_rows
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 
@@ -32,18 +32,18 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     before = StepResult(batch, SamplerOutput(tokens, None, tokens))
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
     batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
-    assert before.complete(step_of(batch, num_rows))[:2].tolist() == [10, 13]
+    assert known_tokens(step_of(batch, num_rows), before)[:2].tolist() == [10, 13]
     batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))
-    known = before.complete(step_of(batch, num_rows))
+    known = known_tokens(step_of(batch, num_rows), before)
     assert known[:3].tolist() == [13, 10, 12]
     assert known.shape == (num_rows,)
     inputs.token_ids[1] = range(20, 36)
     inputs.num_tokens[1] = 9
     batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
-    known = before.complete(step_of(batch, num_rows))
+    known = known_tokens(step_of(batch, num_rows), before)
     assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
     batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
-    known = before.complete(step_of(batch, num_rows))
+    known = known_tokens(step_of(batch, num_rows), before)
     assert known[:6].tolist() == [*range(23, 29)]
 
 
@@ -51,7 +51,7 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
 def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets(
     monkeypatch, where
 ):
-    monkeypatch.setattr(backend, "name", lambda: where)
+    pretend_backend(monkeypatch, where)
     bench = RunnerBench(PROMPTS)
     tokens = [bench.step([0, 1], [0, 0], [20, 20]).token_ids.tolist()]
     for i in range(5):
@@ -78,7 +78,7 @@ def test_a_batch_that_points_outside_the_store_is_refused():
 
 def test_buckets_are_few_and_never_too_small(monkeypatch):
     assert [padded_rows(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    pretend_backend(monkeypatch, "metal")
     sizes = [padded_rows(n) for n in range(1, 4097)]
     assert all(size >= n for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)

@@ -34,7 +34,6 @@ class Slots:
 
     extra: int
     ahead: bool
-    shares_in_step: bool
     named: tuple[int, ...]
 
 
@@ -42,7 +41,6 @@ slots_of = st.builds(
     Slots,
     extra=st.sampled_from([0, 0, 1, 2, 3, 6, 40]),
     ahead=st.booleans(),
-    shares_in_step=st.booleans(),
     named=st.lists(st.integers(1, MAX_MODEL_LEN), max_size=3).map(tuple),
 )
 
@@ -87,7 +85,6 @@ def play(workload: Workload, slots: Slots) -> set[str]:
     """Play a workload; the hard cases that it reached."""
     how = {"ahead": slots.ahead, "num_state_slots": workload.max_num_seqs + slots.extra}
     engine, seen = make_engine(workload, **how), set()
-    engine.scheduler.shares_in_step = slots.shares_in_step
     engine.runner.launched = partial(look, engine, seen)
     run = workloads_of.stepper(workload, engine)
 
@@ -121,6 +118,6 @@ def test_every_segment_finds_its_prefix_in_its_slot(workload, slots):
 def test_the_workloads_reach_the_hard_cases():
     seen = set()
     for seed in range(120):
-        slots = Slots([0, 1, 40][seed % 3], seed % 2 == 0, seed % 4 < 2, (5, 9))
+        slots = Slots([0, 1, 40][seed % 3], seed % 2 == 0, (5, 9))
         seen |= play(seeded_workload(seed, pressed=seed % 5 == 0), slots)
     assert seen == {"hit", "took a checkpoint over", "checkpoint inside", "preempted", "failed"}

@@ -58,7 +58,6 @@ def head(r: Result) -> str:
     notes = {
         "attention by segment": r.attention == "by segment",
         "recurrent layers in sequences": r.recurrent == "in sequences",
-        "no prefix cache": bool(r.no_prefix_cache),
     }
     return "; ".join([f"**{r.state}**", *(note for note, holds in notes.items() if holds)])
 

@@ -17,7 +17,7 @@ _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
 
 
 class InputBatch:
-    """Host table of running requests: tokens, lengths and block tables, one seat per request.
+    """The host's table of running requests: tokens, lengths and block tables, one seat per request.
 
     `add` takes a seat, `remove` releases it, and `pack` gathers a step by index.  Arrays are int32;
     `token_ids` is (max_num_seqs, max_model_len), `block_tables` (num_kv_groups, max_num_seqs,
@@ -112,34 +112,25 @@ class InputBatch:
         drafts: the draft tokens at the end of each segment, after its last known token, where they
         also stay in the table until known tokens replace them; None: there are none.
         """
-        bs = self.block_size
-        q_lens = num_scheduled.astype(np.int32)
-        cu = np.zeros(len(q_lens) + 1, np.int32)
-        np.cumsum(q_lens, out=cu[1:])
-        segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)
-        positions = num_computed.astype(np.int32)[segment]
-        positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
-        seat = req_indices[segment]
-        seq_lens = (num_computed + num_scheduled).astype(np.int32)
-        known, draft_token_ids = self.num_tokens[req_indices], _NONE
-        if drafts is not None:
-            for index, start, draft in zip(req_indices, known, drafts, strict=True):
-                self.token_ids[index, start : start + len(draft)] = draft
-            num_drafts = np.array([len(draft) for draft in drafts], np.int32)
-            terminal = np.flatnonzero(seq_lens - num_drafts == known).astype(np.int32)
-            samples, terminal = _sampled_rows(cu, terminal, num_drafts)
-            follows = np.append(terminal[1:] == terminal[:-1], False)
+        cu, segment, positions = _rows(num_computed, num_scheduled)
+        seat, seq_lens = req_indices[segment], (num_computed + num_scheduled).astype(np.int32)
+        if drafts is None:
+            sample_segments = np.flatnonzero(seq_lens == self.num_tokens[req_indices])
+            samples, draft_token_ids = cu[1:][sample_segments] - 1, _NONE
+            num_decodes = int(np.cumprod(num_scheduled == 1).sum())
+        else:
+            num_drafts, num_decodes = self._write_drafts(req_indices, drafts), 0
+            terminal = np.flatnonzero(seq_lens - num_drafts == self.num_tokens[req_indices])
+            samples, sample_segments = _sampled_rows(cu, terminal, num_drafts)
             draft_token_ids = np.full(len(samples), NO_DRAFT, np.int32)
-            at = samples[follows] + 1
-            draft_token_ids[follows] = self.token_ids[req_indices[segment[at]], positions[at]]
-        else:  # the same without drafts, as in most steps, but faster
-            terminal = np.flatnonzero(seq_lens == known).astype(np.int32)
-            samples = cu[1:][terminal] - 1
+            has_draft = np.flatnonzero(sample_segments[1:] == sample_segments[:-1])
+            drafted = samples[has_draft] + 1
+            draft_token_ids[has_draft] = self.token_ids[seat[drafted], positions[drafted]]
         scored = self._scored_rows(seat, positions)
-        max_blocks = -(-int(seq_lens.max()) // bs)
+        max_blocks = -(-int(seq_lens.max()) // self.block_size)
         if states is None:
-            final = req_indices.astype(np.int32)
-            initial, checkpoints = np.where(num_computed == 0, EMPTY_SLOT, final), _NO_CHECKPOINTS
+            initial = np.where(num_computed == 0, EMPTY_SLOT, req_indices)
+            final, checkpoints = req_indices, _NO_CHECKPOINTS
         else:
             initial, final, checkpoints = _slots(states, cu, num_computed)
         return ForwardBatch(
@@ -149,29 +140,49 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self.block_tables[:, req_indices, :max_blocks],
             req_indices=req_indices.astype(np.int32),
-            block_size=bs,
-            num_decodes=int(np.cumprod(q_lens == 1).sum()) if drafts is None else 0,
+            block_size=self.block_size,
+            num_decodes=num_decodes,
             logits_indices=np.concatenate([samples, scored]),
-            sample_segments=terminal,
+            sample_segments=sample_segments.astype(np.int32),
             prompt_targets=self.token_ids[seat[scored], positions[scored] + 1],
             prompt_segments=segment[scored],
             initial_slots=initial.astype(np.int32),
-            final_slots=final,
+            final_slots=final.astype(np.int32),
             checkpoints=checkpoints,
             draft_token_ids=draft_token_ids,
         )
 
+    def _write_drafts(self, req_indices: np.ndarray, drafts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Write drafts after the last known tokens; returns the length of each."""
+        for index, draft in zip(req_indices, drafts, strict=True):
+            start = self.num_tokens[index]
+            self.token_ids[index, start : start + len(draft)] = draft
+        return np.array([len(draft) for draft in drafts], np.int32)
+
     def _scored_rows(self, seat: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The packed rows that score the next prompt token.  seat: each row's."""
+        """The packed rows that score the next prompt token.  seat: the seat of each row."""
         first, end = self.prompt_logprobs_from[seat], self.num_prompt_tokens[seat]
         return np.flatnonzero((positions >= first) & (positions + 1 < end)).astype(np.int32)
+
+
+def _rows(
+    num_computed: np.ndarray, num_scheduled: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (cu_seqlens, the segment of each packed row, the position of each packed row),
+    int32."""
+    cu = np.zeros(len(num_scheduled) + 1, np.int32)
+    np.cumsum(num_scheduled, out=cu[1:])
+    segment = np.repeat(np.arange(len(num_scheduled), dtype=np.int32), num_scheduled)
+    positions = num_computed.astype(np.int32)[segment]
+    positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
+    return cu, segment, positions
 
 
 def _sampled_rows(
     cu_seqlens: np.ndarray, terminal: np.ndarray, num_drafts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The packed rows of terminal segments that are sampled, each one's last 1 + num_drafts, and
-    the segment of each row."""
+    """The sampled rows: the last 1 + num_drafts packed rows of each terminal segment.  Also the
+    segment of each of these rows."""
     counts = 1 + num_drafts[terminal]
     ends = np.cumsum(counts)
     segments = np.repeat(terminal, counts)
@@ -182,7 +193,7 @@ def _sampled_rows(
 def _slots(
     states: Sequence[SegmentState], cu_seqlens: np.ndarray, num_computed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """initial_slots, final_slots and checkpoints of a ForwardBatch."""
+    """Returns (initial_slots, final_slots, checkpoints) of a ForwardBatch."""
     initial = np.array([state.initial for state in states], np.int32)
     final = np.array([state.final for state in states], np.int32)
     checkpoints = [

@@ -5,7 +5,7 @@ A check launches the instantiations that serving launches, so that its compilati
 
 import numpy as np
 
-from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
+from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of

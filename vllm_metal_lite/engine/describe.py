@@ -37,8 +37,6 @@ def describe(engine: LLMEngine) -> Iterator[str]:
             f"States:    {size_text(slots * model.state_bytes)} of recurrent layers: "
             f"{seats} requests, {slots - seats} checkpoints"
         )
-    if config.enable_prefix_caching and model.packed.no_prefix_cache:
-        yield f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}"
     if (kept := engine.prefix_disk.description) is not None:
         yield f"Prefixes:  {kept}"
     yield f"Attention: {engine.runner.attention.name} ({engine.runner.path.reason})"

@@ -7,13 +7,13 @@ from functools import partial
 from vllm_metal_lite.assembly import Parts
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
+from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.scheduler.drafts import Propose

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 
 NO_ROWS = range(0)
 
@@ -28,7 +28,7 @@ class FusedKernels:
 class FusionContext(NamedTuple):
     """step: the step whose forward is being built; None outside a forward."""
 
-    step: Step | None = None
+    step: DeviceBatch | None = None
     kernels: FusedKernels = FusedKernels()
 
 
@@ -37,7 +37,7 @@ fusion_context = _context.get
 
 
 @contextmanager
-def fusing(step: Step | None, kernels: FusedKernels) -> Iterator[None]:
+def fusing(step: DeviceBatch | None, kernels: FusedKernels) -> Iterator[None]:
     """Held while a fused forward is built."""
     before = _context.set(FusionContext(step, kernels))
     try:

@@ -31,8 +31,8 @@ from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.calls import calls_of
+from vllm_metal_lite.model.layer_weights import MIXTURES, served, weight_of
 from vllm_metal_lite.model.seam.hooks import hooked
-from vllm_metal_lite.model.weights import MIXTURES, served, weight_of
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
 # The rows of these parameters are outputs, for every kind of projection.

@@ -18,7 +18,7 @@ from itertools import chain
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -29,9 +29,9 @@ from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.model.layer_weights import mixtures, product_weights
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
-from vllm_metal_lite.model.weights import mixtures, product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
 
@@ -144,7 +144,7 @@ class _Steps:
             candidates, rounds=_ROUNDS, calls=_STEPS, enough=_MAX_SECONDS, ranks=self.ranks
         )
 
-    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
+    def _back_to_back(self, fusion: FusedLaunches, step: DeviceBatch) -> timing.Candidate:
         """The same step again and again, compiled, each submitted while the previous one runs."""
         forward = CompiledSteps(self.packed, self.attention, fusion)
         state = self.attention.new_state()
@@ -162,7 +162,7 @@ class _Steps:
         return run
 
 
-def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
+def _padding(attention: Attention, num_rows: int, vocab_size: int) -> DeviceBatch:
     """A step of decodes that write no rows and no states, and see no keys.
 
     The tokens differ, so that their experts do.  The rows count as live, so that experts are read.

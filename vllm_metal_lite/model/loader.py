@@ -1,5 +1,6 @@
 """Loads a model by name and prepares the model for packed steps."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,38 +14,27 @@ from mlx_lm.utils import get_total_parameters
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option
+from vllm_metal_lite.errors import ConfigError, Option, show
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.context import context_length
+from vllm_metal_lite.model.files.checkpoint import read_model, refuse_wrong, sampling_defaults
 from vllm_metal_lite.model.files.find import find
-from vllm_metal_lite.model.files.folder import (
-    load_checkpoint,
-    loading,
-    read_config,
-    remote_code_error,
-    sampling_defaults,
-)
+from vllm_metal_lite.model.files.folder import loading
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
-from vllm_metal_lite.model.files.tokenizer import end_token_ids, read_tokenizer
-from vllm_metal_lite.model.fit import Fit, fit, foresee
-from vllm_metal_lite.model.layout import Layout, find_layout
-from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.ranks.shards import shard
-from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
+from vllm_metal_lite.model.layer_weights import mixtures, product_weights
+from vllm_metal_lite.model.layout import find_layout
+from vllm_metal_lite.model.packed import PackedModel, body_of
 from vllm_metal_lite.model.seam.hooks import namespaces
+from vllm_metal_lite.model.shards import shard
+from vllm_metal_lite.model.stages import check_kinds, keep_stage
+from vllm_metal_lite.model.trial import fit, foresee
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import cast, expand, mixtures, product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
-# Architectures with wrong results in mlx-lm itself, and the reason.
-_REFUSED = {
-    "plamo3": "its decoding from a cache is wrong in mlx-lm itself",
-    "phi3small": "in mlx-lm the tokens of a prompt see later tokens",
-}
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -100,7 +90,7 @@ class LoadedModel:
         return sum(s.bytes_per_token for s in self.kv_specs)
 
     def with_kv_bits(self, kv_bits: int | None) -> "LoadedModel":
-        """The same model with K and V stored in 8 or 4 bits per value, or (None) unquantised.
+        """The same model with K and V stored in 8 or 4 bits per value; None: not quantised.
 
         Raises ConfigError, with the reason, if a layer's rows cannot be quantised.
         """
@@ -110,13 +100,10 @@ class LoadedModel:
             )
         return replace(self, kv_bits=kv_bits)
 
-    def caches_prefixes(self, config: EngineConfig) -> bool:
-        return config.enable_prefix_caching and self.packed.no_prefix_cache is None
-
     @property
     def no_embeddings(self) -> str | None:
         """Why the model gives no embeddings, or None if it does."""
-        if not self.packed.has_hidden_states or self.ranks.stages:
+        if body_of(self.packed.model) is None or self.ranks.stages:
             return "its hidden states cannot be read"
         return self.pooling.problem
 
@@ -141,7 +128,6 @@ class LoadedModel:
             ropes=usage.ropes,
             hidden_sizes=tuple(usage.hidden_sizes),
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
-            shares_prefix=self.packed.no_prefix_cache is None,
             recurrences=(*usage.recurrences, *norms),
             experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
         )
@@ -152,16 +138,15 @@ def load(
 ) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 
-    trust_remote_code: run Python code from the model's folder, if the tokenizer or the architecture
-    needs that.
-    dtype "auto": on a GPU the type of the weights; on a CPU float32, with quantised weights
-    expanded, because MLX's CPU backend is fast only in float32.
-    ranks: load this rank's shard or stage; all ranks must load the model at once.
+    trust_remote_code: whether Python code from the model's folder may run, if the tokenizer or the
+    architecture needs it.  dtype: "auto" means the type of the weights on a GPU.  On a CPU it means
+    float32, with quantised weights expanded, because MLX's CPU backend is fast only in float32.
+    ranks: the ranks that share the model.  This one loads its shard or stage; all must load at
+    once.
     """
     folder, name = find(name), str(name)
-    _check_folder(name, folder, trust_remote_code)
+    model, tokenizer, config, no_answers = read_model(folder, name, dtype, trust_remote_code)
     with loading(name, "this model"):
-        model, tokenizer, config, no_answers = _unevaluated(name, folder, dtype, trust_remote_code)
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
@@ -183,37 +168,12 @@ def preview(
     Of the files of weights, only the headers are read: names, shapes and dtypes.  The weights are
     zeros that take no memory.  The mode is `foresee`'s.
     """
-    _check_folder(name, folder, trust_remote_code)
+    model, tokenizer, config, _ = read_model(folder, name, dtype, trust_remote_code)
     with loading(name, "this model"):
-        model, tokenizer, config, _ = _unevaluated(name, folder, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
         )
         return from_model(model, tokenizer, config, name=name, choose=foresee)
-
-
-def _unevaluated(
-    name: str, folder: Path, dtype: str, trust_remote_code: bool
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], str | None]:
-    """The last: `LoadedModel.no_answers`."""
-    model, config, has_head = load_checkpoint(folder, trust_remote_code)
-    tokenizer = read_tokenizer(name, folder, config, trust_remote_code)
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
-        raise ModelLoadError("it has no tokenizer files")
-    if dtype != "auto":
-        cast(model, getattr(mx, dtype))
-    elif backend.is_cpu():
-        expand(model)
-    problem = None if has_head else "its files have no lm_head.weight: it is for embeddings"
-    return model, tokenizer, config, problem
-
-
-def _check_folder(name: str, folder: Path, trust_remote_code: bool) -> None:
-    """Raise ModelLoadError for a folder that cannot be loaded, before its weights are read."""
-    config = read_config(folder, name)
-    _refuse_wrong(name, str(config.get("model_type")))
-    if config.get("model_file") and not trust_remote_code:
-        raise remote_code_error(name, "architecture", folder)
 
 
 def from_model(
@@ -221,15 +181,15 @@ def from_model(
     tokenizer: TokenizerWrapper | None,
     config: dict[str, Any],
     name: str,
-    choose: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
+    choose: Callable[..., tuple[PackedModel, Usage]] = fit,
     ranks: RankGroup = ALONE,
 ) -> LoadedModel:
-    """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
+    """Wrap an mlx-lm model that is in memory; raises ModelLoadError if packed steps cannot run it.
 
-    choose: the mode.  ranks: the model is this rank's shard.
+    choose: `fit` or `foresee`.  ranks: the ranks that share the model, which is this rank's shard.
     """
     model_type = str(config.get("model_type"))
-    _refuse_wrong(name, model_type)
+    refuse_wrong(name, model_type)
     num_parameters = get_total_parameters(model)  # adapters may add copies
     adapt(model)
     layout = find_layout(model, model_type)
@@ -237,7 +197,7 @@ def from_model(
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
     packed, usage = choose(model, layout, model_type, ranks)
-    ends = end_token_ids(name, tokenizer, layout.vocab_size) if tokenizer is not None else ()
+    ends = _end_token_ids(name, tokenizer, layout.vocab_size) if tokenizer is not None else ()
     return LoadedModel(
         name=name,
         model_type=model_type,
@@ -265,6 +225,13 @@ def _not_quantisable(specs: list[LayerSpec]) -> str | None:
     return None
 
 
-def _refuse_wrong(name: str, model_type: str) -> None:
-    if model_type in _REFUSED:
-        raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")
+def _end_token_ids(name: str, tokenizer: TokenizerWrapper, vocab_size: int) -> tuple[int, ...]:
+    """The token ids that end an answer; ids outside the vocabulary are ignored, as in mlx-lm."""
+    ids = tokenizer.eos_token_ids
+    known = tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
+    if unknown := [i for i in ids if i not in known]:
+        logger.warning(
+            f"{name}: eos_token_id {', '.join(map(show, unknown))} is outside the vocabulary of "
+            f"{vocab_size}: ignored"
+        )
+    return known

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from vllm_metal_lite.attention.base import Step, StepAttention
+from vllm_metal_lite.attention.base import DeviceBatch, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.model.calls import unwrap_call, wrap_call
@@ -20,24 +20,24 @@ from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
+from vllm_metal_lite.model.seam.sequences import SequenceStep, call_by_batches
 from vllm_metal_lite.model.seam.state_cache import StateCache
-from vllm_metal_lite.model.sequences.step import SequenceStep, call_by_batches
 
 
 class Mode(StrEnum):
     """How the modules that use caches run, from the fastest to the most general."""
 
     PACKED = "packed"  # on packed rows, through the seam (seam/)
-    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences/step.py)
-    BY_SEGMENT = "by segment"  # attention too, a segment at a time (sequences/kv_segments.py)
+    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences.py)
+    BY_SEGMENT = "by segment"  # attention too, a segment at a time (kv_segments.py)
 
 
 @dataclass
 class _HeadRows:
     """The rows that the body of a model hands to its head during a packed forward.
 
-    wanted: their indices; None: all rows.  hidden: all rows, (N, 1, hidden_size), once the body has
-    returned them.
+    wanted: the indices of the rows; None: all rows.  hidden: the hidden states (N, 1, hidden_size)
+    of all rows, once the body has returned them.
     """
 
     wanted: mx.array | None
@@ -58,15 +58,15 @@ class Fusion:
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about fused launches."""
+        """The words about fused launches in the start-up line."""
         return ""
 
-    def building(self, step: Step) -> AbstractContextManager[None]:
+    def building(self, step: DeviceBatch) -> AbstractContextManager[None]:
         """Held while a forward is built."""
         return nullcontext()
 
     def without(self, failed_kernels: Collection[str]) -> "Fusion":
-        """The same without these kernels."""
+        """The same fusion, without these kernels."""
         return self
 
 
@@ -80,7 +80,6 @@ class PackedModel:
     """An mlx-lm model that takes a packed step.
 
     reason: why the model does not run in a faster mode, in one line; None for Mode.PACKED.
-    has_hidden_states: whether a forward gives hidden states.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class PackedModel:
         self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows: _HeadRows | None = None  # while a packed forward is built
         body = body_of(model)
-        self.has_hidden_states = body is not None
         if body is not None:
             wrap_call(body, self._select_rows)
             self._wrapped.append(body)
@@ -119,13 +117,6 @@ class PackedModel:
     def by_segment(self) -> str | None:
         """Why attention runs a segment at a time: MLX operations read K and V.  None if packed."""
         return self.reason if self.mode is Mode.BY_SEGMENT else None
-
-    @property
-    def no_prefix_cache(self) -> str | None:
-        """Why the prefix cache is off, or None if it is on."""
-        if self.layout.states and self.by_segment:
-            return "its attention runs a segment at a time, and its recurrent layers keep states"
-        return None
 
     def state_store(self, num_slots: int) -> StateStore:
         """A store for this model's recurrent states."""

@@ -1,8 +1,8 @@
 """Pipelined steps: each is launched before the previous step's tokens are known.
 
 `InputBatch.pack` builds a ForwardBatch from the table.  `launch` passes the batch to the runner,
-which prepares a Step for the attention, runs the model and samples (StepResult).  `launch` does
-not wait: the device works while the host continues.
+which prepares a DeviceBatch, runs the model and samples (StepResult).  `launch` does not wait: the
+device works while the host continues.
 
 The next batch may be packed at once.  `advance` writes UNKNOWN_TOKEN to the table in place of the
 sampled tokens; the runner takes these tokens from the device.  `finish` waits for the tokens and

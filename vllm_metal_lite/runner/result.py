@@ -7,9 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, ForwardBatch
 from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
@@ -17,13 +16,13 @@ from vllm_metal_lite.sampling.sampler import SamplerOutput
 class StepResult:
     """A submitted step; reading a value waits for the step to end.
 
-    output: None for a step that samples nothing.
-    token_ids: (T,) int32, one per sampled row.  logprobs, prompt_logprobs: None unless requested.
-    no_token: row -> `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.
-    pooled: (Q, hidden_size) float32, the sums of PooledRows; None if the step pools nothing.
-    written: arrays that exist once the step has written to the store.
-    arrays: the arrays to wait for: the values, or `written` if the step has none.  If both are
-    empty, `wait` waits for all submitted work.  done: whether `wait` has returned; ended_at: when.
+    output: what the sampler returned; None if the step samples nothing.  token_ids: (T,) int32, one
+    per sampled row.  logprobs, prompt_logprobs: None if nobody asked.  no_token: row ->
+    `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.  pooled: (Q,
+    hidden_size) float32, the sums of PooledRows; None if the step pools nothing.  written: arrays
+    that exist once the step has written to the store.  arrays: the arrays that `wait` waits for:
+    the values, or `written` if the step has none.  If both are empty, `wait` waits for all
+    submitted work.  done: whether `wait` has returned.  ended_at: when it returned.
 
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
@@ -37,7 +36,7 @@ class StepResult:
         pooled: mx.array | None = None,
         written: Sequence[mx.array] = (),
     ) -> None:
-        self.batch, self._output = batch, output
+        self.batch, self.output = batch, output
         self._prompt_logprobs, self._pooled = prompt_logprobs, pooled
         self.arrays = [] if output is None else [output.for_host, *(output.logprobs or ())]
         self.arrays += [*(prompt_logprobs or ()), *(() if pooled is None else (pooled,))]
@@ -63,8 +62,11 @@ class StepResult:
 
     @cached_property
     def live_rows(self) -> list[range]:
-        """The rows of each terminal segment whose tokens count: the first, and each further row
-        while the token before it is the draft that the row was computed from."""
+        """The rows of each terminal segment whose tokens count.
+
+        The first row counts.  A later row counts if the row before counts and sampled the very
+        draft that the later row was computed from.
+        """
         drafts = self.batch.draft_token_ids.tolist()
         if not drafts:
             return [range(row, row + 1) for row in range(len(self.batch.sample_segments))]
@@ -85,14 +87,14 @@ class StepResult:
     @cached_property
     def _reported(self) -> np.ndarray:
         self.wait()
-        if self._output is None:  # without rows, or of a stage that samples nothing
+        if self.output is None:  # without rows, or of a stage that samples nothing
             return np.zeros(len(self.batch.sample_segments), np.int32)
-        return np.array(self._output.for_host)
+        return np.array(self.output.for_host)
 
     @cached_property
     def logprobs(self) -> Logprobs[np.ndarray] | None:
         self.wait()
-        return None if self._output is None else _to_host(self._output.logprobs)
+        return None if self.output is None else _to_host(self.output.logprobs)
 
     @cached_property
     def prompt_logprobs(self) -> Logprobs[np.ndarray] | None:
@@ -103,25 +105,6 @@ class StepResult:
     def pooled(self) -> np.ndarray | None:
         self.wait()
         return None if self._pooled is None else np.array(self._pooled)
-
-    def complete(self, step: Step) -> mx.array:
-        """(num_rows,) int32: the next step's token_ids; this step's tokens, still on the device,
-        replace UNKNOWN_TOKEN."""
-        batch, num_rows = step.batch, step.num_rows
-        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
-        if not len(unknown):
-            return step.token_ids
-        assert self._output is not None, "a token is unknown that this step does not sample"
-        seats, sampled = batch.req_indices[unknown], self._output.token_ids
-        own_seats = self.batch.sampled_seats
-        if len(unknown) == batch.num_tokens and np.array_equal(seats, own_seats):
-            behind = num_rows - len(unknown)
-            return mx.pad(sampled, (0, behind)) if behind else sampled
-        place = np.zeros(own_seats.max() + 1, np.int32)
-        place[own_seats] = np.arange(len(own_seats))
-        index = np.arange(num_rows, dtype=np.int32) + len(own_seats)
-        index[unknown] = place[seats]
-        return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
 
 
 def _to_host(arrays: Logprobs[mx.array] | None) -> Logprobs[np.ndarray] | None:

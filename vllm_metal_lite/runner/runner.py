@@ -8,28 +8,26 @@ step is launched again without that kernel.  Recurrent states are an exception: 
 place, so a step that fails may have changed some of them (`StatesLost`).
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-from vllm_metal_lite.attention.base import Attention, Step
+import numpy as np
+
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch, PooledRows
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.kernels.launch import KernelError, one_by_one, power_of_two
+from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
+from vllm_metal_lite.runner.pooling_table import pooled_sums
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.step_path import StepPath
+from vllm_metal_lite.runner.step_path import StepPath, is_out_of_memory, kernel_at_fault
 from vllm_metal_lite.sampling.logprobs import prompt_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 
-# MLX has no type for this error.  The words must not match a compiler's messages about memory.
-_OUT_OF_MEMORY = re.compile(
-    r"malloc\]|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
-)
 # The tokens allowed in some sampled rows, or a function that makes them.
 Masks = TokenMasks | Callable[[], TokenMasks | None]
 
@@ -73,7 +71,7 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step.
 
-        masks: a function is called while the device runs the forward, and may be called again.
+        masks: may be a function, which is called while the device runs the forward, perhaps twice.
         after: the previous step, which holds the tokens that are unknown on the host; it has no
         drafts.  Raises if this step is invalid, or if the previous step failed before the host
         waited for it.  A kernel that fails is replaced (`StepPath.fallback`).
@@ -94,35 +92,24 @@ class ModelRunner:
         """Switch to the fallback, if a kernel is at fault; returns whether it did."""
         if self.ranks.size > 1:  # the others wait inside this step, and cannot repeat it
             return False
-        if not self.path.uses_kernels or _OUT_OF_MEMORY.search(str(error)):
+        if not self.path.uses_kernels or is_out_of_memory(error):
             return False
         if after is not None:
             after.wait()
-        mx.synchronize()  # launches of the failed step may still run
-        culprit = self._find_culprit(batch, after)
-        if culprit is None or _OUT_OF_MEMORY.search(culprit.why):
-            return False
-        self._use(self.path.fallback(culprit))
-        return True
 
-    def _find_culprit(self, batch: ForwardBatch, after: StepResult | None) -> KernelError | None:
-        """Run a failed step's forward again, launch by launch; returns a kernel's error."""
-        try:
-            with one_by_one():
-                self.compiled.build(self._prepare(batch, after), self._state)
-        except KernelError as e:
-            return e
-        except Exception:  # the error is not a kernel's
-            return None
-        finally:
-            mx.synchronize()  # the step's repetition writes the same rows
-        return None
+        def again() -> None:
+            self.compiled.build(self._prepare(batch, after), self._state)
 
-    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
+        culprit = kernel_at_fault(again)
+        if culprit is not None:
+            self._use(self.path.fallback(culprit))
+        return culprit is not None
+
+    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> DeviceBatch:
         step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
         if not self.ranks.has_logits:  # evaluating any row sends the hidden states
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
-        return step if after is None else step._replace(token_ids=after.complete(step))
+        return step if after is None else step._replace(token_ids=known_tokens(step, after))
 
     def _launch(
         self,
@@ -141,22 +128,21 @@ class ModelRunner:
             else:
                 self.num_compiled_steps += 1
             result = self._sample_and_score(batch, built, num_prompt_logprobs, masks)
-            *_, state = built
-            self._submit(result, state)
+            self._submit(result, built[-1])
+            return result
         except BaseException:
             self.sampler.state = before
             raise
-        return result
 
     def _sample_and_score(
         self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
     ) -> StepResult:
-        """The part of a forward's results that the host reads: samples, scores and sums."""
+        """Sample, score and pool: what the host reads of a forward."""
         logits, hidden, state = built
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])
         output = scored = None
-        pooled = None if batch.pooled is None else _pooled_sums(batch.pooled, hidden[0])
+        pooled = None if batch.pooled is None else pooled_sums(batch.pooled, hidden[0])
         num_sampled = len(batch.sample_segments)
         if num_sampled and not (batch.pooled and batch.pooled.samples_nothing):
             if callable(masks):
@@ -195,19 +181,30 @@ class ModelRunner:
             last.wait()
 
 
-def _pooled_sums(rows: PooledRows, hidden: mx.array) -> mx.array:
-    """The sums of rows of hidden (N, 1, hidden_size), what the model's head sees: (Q, hidden_size)
-    float32.  N may include padding."""
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    first, end = rows.ranges[:, 0], rows.ranges[:, 1]
-    if (end - first == 1).all():
-        return hidden[mx.array(first)].astype(mx.float32)
-    parts = [hidden[a:b].astype(mx.float32).sum(axis=0) for a, b in rows.ranges.tolist()]
-    return mx.stack(parts)
+def known_tokens(step: DeviceBatch, after: StepResult) -> mx.array:
+    """The token_ids (num_rows,) int32 of a step, without UNKNOWN_TOKEN.
+
+    after: the step before, whose sampled tokens take its place.  They are still on the device.
+    """
+    batch, num_rows = step.batch, step.num_rows
+    unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
+    if not len(unknown):
+        return step.token_ids
+    assert after.output is not None, "a token is unknown that the step before does not sample"
+    sampled, sampled_seats = after.output.token_ids, after.batch.sampled_seats
+    seats = batch.req_indices[unknown]
+    if len(unknown) == batch.num_tokens and np.array_equal(seats, sampled_seats):
+        padding = num_rows - len(unknown)
+        return mx.pad(sampled, (0, padding)) if padding else sampled
+    place = np.zeros(sampled_seats.max() + 1, np.int32)
+    place[sampled_seats] = np.arange(len(sampled_seats))
+    index = np.arange(num_rows, dtype=np.int32) + len(sampled_seats)
+    index[unknown] = place[seats]
+    return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
 
 
 def padded_rows(num_tokens: int) -> int:
-    """Rows of a padded step.  Shapes must repeat: MLX only reuses buffers of similar size.
+    """The number of rows of a padded step.  Shapes must repeat: MLX reuses buffers of similar size.
 
     See `DeviceProfile.row_grains`.
     """

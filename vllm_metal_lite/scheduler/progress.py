@@ -33,9 +33,7 @@ class Progress:
         config: EngineConfig,
         groups: Sequence[KVGroup],
         num_state_slots: int,
-        shares_in_step: bool,
     ) -> None:
-        self.shares_in_step = shares_in_step
         states = StateSlots(num_state_slots, config.max_num_seqs) if num_state_slots else None
         caching = config.enable_prefix_caching
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
@@ -86,11 +84,6 @@ class Progress:
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         if self._states is not None:
             self._states.name_checkpoints(output)
-        if not self.shares_in_step:
-            for segment in output.segments:
-                if segment.request.status is running:
-                    start, end = segment.num_computed, segment.known_end
-                    output.named += self.kv.name_blocks(segment.request, start, end)
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
             if request.status is running:

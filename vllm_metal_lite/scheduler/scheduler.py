@@ -33,9 +33,8 @@ class Scheduler(Progress):
     """Chooses what the next step computes.
 
     groups: the store's KV groups.  max_model_len: longest context, in tokens.  num_state_slots: of
-    recurrent states; 0 if the model keeps none.  shares_in_step: a request may start behind blocks
-    that another one computes in the same step.  must_wait: whether a request waits until its prefix
-    is read from the disk.  limit: keeps steps short.
+    recurrent states; 0 if the model keeps none.  must_wait: whether a request waits until its
+    prefix is read from the disk.  limit: keeps steps short.
     """
 
     def __init__(
@@ -44,11 +43,10 @@ class Scheduler(Progress):
         groups: Sequence[KVGroup],
         max_model_len: int,
         num_state_slots: int = 0,
-        shares_in_step: bool = True,
         must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False,
         limit: StepLimit | None = None,
     ) -> None:
-        super().__init__(config, groups, num_state_slots, shares_in_step)
+        super().__init__(config, groups, num_state_slots)
         self.config = config
         self.max_model_len = max_model_len
         self.must_wait, self.limit = must_wait, limit
@@ -151,7 +149,7 @@ class Scheduler(Progress):
             if states is not None:
                 state = states.decode(request, start, out)
             out.segments.append(Segment(request, start, 1, new_blocks, state))
-            if (start + 1) % block_size == 0 and self.shares_in_step:
+            if (start + 1) % block_size == 0:
                 if request.token_ids[-1] == UNKNOWN_TOKEN:
                     self._unnamed.append((out, request))
                 else:
@@ -270,8 +268,7 @@ class Scheduler(Progress):
         out.total_num_scheduled_tokens += num_new_tokens
         again = min(end, request.num_computed_before) - start
         out.counts.recomputed_tokens += max(again, 0)
-        if self.shares_in_step:
-            out.named += self.kv.name_blocks(request, start, end)
+        out.named += self.kv.name_blocks(request, start, end)
         state = None
         if self._states is not None:
             state = self._states.slots_of_chunk(request, end, out)

@@ -81,7 +81,7 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
     # The blocks that this step names, as pairs (KV group, block).
     named: list[tuple[int, int]] = field(default_factory=list)
-    # `advance` names these checkpoints, and the blocks if requests of one step cannot share them.
+    # `advance` names these checkpoints.
     checkpoints: list[tuple[Request, Checkpoint]] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
     has_drafts: bool = False

@@ -14,8 +14,8 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.batch.pooling_table import PoolingTable
 from vllm_metal_lite.pooling_params import PoolingParams
+from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams

@@ -103,11 +103,6 @@ class MetalLiteWorker(WorkerBase):
 
     def _no_prefix_cache(self) -> str | None:
         """Why vLLM's prefix cache must be off for this model, or None if it may be on."""
-        packed = self.model.packed
-        if packed.no_prefix_cache is not None:
-            return packed.no_prefix_cache
-        if packed.by_segment is not None:  # vLLM shares blocks of the same step
-            return "its attention reads the store before all of a step is written"
         if not self.model.state_bytes:
             return None
         if self.cache_config.mamba_cache_mode != "align":

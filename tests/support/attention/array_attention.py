@@ -9,8 +9,7 @@ from functools import partial
 
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.calls import WholePrompt
+from vllm_metal_lite.attention.paged.step import VarlenPrompts, WholePrompt
 from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx

@@ -179,7 +179,7 @@ class FakeEngine(LLMEngine):
         """The pools' accounts, the requests' blocks and the block tables in use agree."""
         check_accounts(self.scheduler.kv, self.requests.values())
         for request in self.requests.values():
-            seat, held = self.seats.req_index.get(request), request.num_blocks
+            seat, held = self.in_flight.seats.req_index.get(request), request.num_blocks
             if seat is None:
                 assert not request.block_tables, "a request without a seat has blocks"
                 continue

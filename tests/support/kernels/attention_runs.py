@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.device import change_device
-from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
+from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, latent_attention
 from vllm_metal_lite.kernels import merge_partitions as merging

@@ -207,8 +207,8 @@ def prefix_hit(bench: Bench) -> Logits:
 
 
 def same_step_hit(bench: Bench) -> Logits:
-    """The same, in the step that computes the blocks, as vLLM grants it.  Not for states, nor for
-    attention by segment: both are read before they are written."""
+    """The same, in the step that computes the blocks.  Not for states, which a step reads before it
+    writes them."""
     bench.admit(DONOR)
     bench.admit(HEIR, SHARED, DONOR)
     out = bench.step((HEIR, 6), (DONOR, 30))
@@ -230,13 +230,8 @@ def wrong_seat(bench: Bench) -> Logits:
 MODES: dict[str, Callable[[Bench], Logits]] = {
     f.__name__: f for f in (packed, chunked, mixed, preempted, prefix_hit, same_step_hit)
 }
-HITS = {"prefix_hit", "same_step_hit"}
 
 
 def modes_of(packed: PackedModel) -> set[str]:
     """The modes that a model can have."""
-    if packed.no_prefix_cache:
-        return MODES.keys() - HITS
-    if packed.layout.states or packed.by_segment:
-        return MODES.keys() - {"same_step_hit"}
-    return {*MODES}
+    return MODES.keys() - ({"same_step_hit"} if packed.layout.states else set())

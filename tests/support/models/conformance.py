@@ -62,7 +62,6 @@ class Result:
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
     state: what its layers keep.  attention: "packed", or "by segment", which is slower.
     recurrent: "packed", "in sequences", which is slower, or "-" without recurrent layers.
-    no_prefix_cache: why prefixes are not cached, or "".
     errors: the largest of each mode, relative; inf: it raised; of "engine", 1 if a token differs.
     control: the error of `wrong_seat`.
     early, order: how far, in standard deviations of the last logits, they move when the first half
@@ -76,7 +75,6 @@ class Result:
     state: str = ""
     attention: str = "packed"
     recurrent: str = "-"
-    no_prefix_cache: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     control: float = 0.0
     early: float = 0.0
@@ -117,7 +115,6 @@ def check(name: str) -> Result:
         result.attention = "by segment"
     if loaded.packed.layout.states:
         result.recurrent = "packed" if loaded.packed.mode is Mode.PACKED else "in sequences"
-    result.no_prefix_cache = loaded.packed.no_prefix_cache or ""
     scale = float(np.abs(np.concatenate(expected)).max())
     runs = {
         mode: lambda run=run: _error(run(Bench(loaded)), expected, scale)

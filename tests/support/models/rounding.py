@@ -5,6 +5,7 @@ MLX's CPU backend rounds each row by itself, so chunks there give the very bits 
 
 import mlx.nn as nn
 import numpy as np
+import pytest
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -40,6 +41,11 @@ def of_16_bits(gather_mm):
         return y.astype(a.dtype)
 
     return call
+
+
+def gather_in_16_bits(patch: pytest.MonkeyPatch) -> None:
+    """`mx.gather_mm` multiplies other types than float32, too."""
+    patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
 
 
 def quantised_of_16_bits(x, w, scales, biases=None, transpose=True, **how):

@@ -177,7 +177,7 @@ def _label(batch: ForwardBatch, after: StepResult | None) -> str:
 
 def _reported(result: StepResult) -> np.ndarray:
     result.wait()
-    count = 0 if result._output is None else len(result.batch.sample_segments)
+    count = 0 if result.output is None else len(result.batch.sample_segments)
     return np.full(count, TOKEN, np.int32)
 
 

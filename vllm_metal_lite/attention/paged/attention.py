@@ -10,17 +10,28 @@ from collections.abc import Collection
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
-from vllm_metal_lite.attention.paged.step import KernelStepAttention, PagedPlan
-from vllm_metal_lite.attention.paged.varlen_prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.calls import SdpaPlan, WholePrompt
+from vllm_metal_lite.attention.paged.step import (
+    KernelStepAttention,
+    PagedPlan,
+    VarlenPrompts,
+    WholePrompt,
+)
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
-from vllm_metal_lite.attention.step_arrays import make_step, prompts_of, upload_padded
+from vllm_metal_lite.attention.step_arrays import (
+    make_step,
+    pad_rows,
+    prompts_of,
+    upload_padded,
+    upload_tables,
+)
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
+from vllm_metal_lite.kernels.prefill import TILE_ROWS
 from vllm_metal_lite.kernels.registry import REGISTRY, Prefill, unused_kernels
 from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.store import new_ticket
@@ -33,7 +44,7 @@ class KernelAttention:
     """Plans steps, in which only kernels write and read the store.
 
     The state is the ticket that orders the kernels.  prefill: the path of large prompts.  shapes:
-    the layers' shapes.  failed_kernels: not used; the registry names their fallbacks.
+    the shapes of the layers.  failed_kernels: steps use the fallbacks that the registry names.
     """
 
     name = "kernels"
@@ -48,10 +59,7 @@ class KernelAttention:
         failed_kernels: Collection[str] = (),
     ) -> None:
         self.store, self.prefill, self.failed_kernels = store, prefill, frozenset(failed_kernels)
-        self._shapes = shapes
-        self._queries_per_kv = {s.num_heads // s.num_kv_heads for s in shapes}
-        self._unused = unused_kernels(self.failed_kernels)
-        decodes = self._unused.isdisjoint(("paged_decode", "latent_attention"))
+        self._shapes, self._unused = shapes, unused_kernels(self.failed_kernels)
         latents, can_share = any(s.latent for s in shapes), "shared_prefix" not in self._unused
         # `latent_attention` reads all keys of each row.
         self.shares = [can_share and not latents and sees_prefixes(spec) for spec in store.specs]
@@ -59,14 +67,8 @@ class KernelAttention:
         self._varlen = works and not any(attention_problem(s, prefill=True) for s in shapes)
         self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
-        if decodes:
-            of_layers = zip(store.group_of, self.shares, strict=True)
-            self._plan_decodes = DecodePlanner(
-                {keys.shape[1] for keys in store.keys},
-                splits="merge_partitions" not in self._unused,
-                sharing_groups=sorted({group for group, shared in of_layers if shared}),
-                prompts_as_decodes=can_share,
-            )
+        if self._unused.isdisjoint(("paged_decode", "latent_attention")):
+            self._plan_decodes = DecodePlanner(store, self.shares, self._unused)
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same attention over another store of the same layers."""
@@ -79,7 +81,8 @@ class KernelAttention:
         mx.eval(state)
         return state
 
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
+        """See Attention.  The plan: decodes first, then prompts, then recurrent layers."""
         decodes = self._plan_decodes(batch, num_rows) if self._plan_decodes else None
         first = decodes.num_rows if decodes else 0  # row of the prompts, and their first segment
         prompts = None
@@ -89,11 +92,15 @@ class KernelAttention:
         fused = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
         positions = None if fused else upload_padded(batch.positions, max(num_rows, MIN_ELEMENTS))
         recurrent = SegmentPlan.plan(batch, num_rows) if self.store.states.num_slots else None
-        plan = PagedPlan(decodes, prompts, positions, recurrent)
-        num_logits = plan.num_logits(batch)
+        plan, num_logits = PagedPlan(decodes, prompts, positions, recurrent), 1
+        if plan.repeats:  # one per segment, terminal or not; more if prompts are scored
+            single = first if prompts else 0
+            num_logits = single + power_of_two(batch.num_segments - single)
+            if num_logits < len(batch.logits_indices):
+                num_logits = power_of_two(len(batch.logits_indices))
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
 
-    def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
+    def begin(self, step: DeviceBatch, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state
         return KernelStepAttention(self.store, step, ticket, self._unused, self.shares)
 
@@ -114,7 +121,8 @@ class KernelAttention:
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
             repeats = small or batch.num_segments == 1
-            return VarlenPrompts.plan(prompts, num_rows, self._queries_per_kv, repeats)
+            queries_per_kv = {s.num_heads // s.num_kv_heads for s in self._shapes}
+            return plan_varlen(prompts, num_rows, queries_per_kv, repeats)
         if self._takes_one_call(batch):
             slots = (batch.slot_mapping(group) for group in range(len(batch.block_tables)))
             return WholePrompt(tuple(upload_padded(s, num_rows, int(s[0])) for s in slots))
@@ -130,3 +138,50 @@ class KernelAttention:
             or length > min(s.window or length, s.attention_chunk or length)
             for s in self._shapes
         )
+
+
+def plan_varlen(
+    batch: ForwardBatch, num_rows: int, queries_per_kv: Collection[int], repeats: bool
+) -> VarlenPrompts:
+    """Arrange prompts for kernels that read the store in place.
+
+    num_rows: rows of prompts, including padding.  queries_per_kv: query heads per KV head, over all
+    layers.  repeats: see DeviceBatch.
+    """
+    segments = max(power_of_two(batch.num_segments), MIN_ELEMENTS)
+    longest = max(int(batch.seq_lens.max()), profile().min_keys)
+    width = power_of_two(-(-longest // batch.block_size))
+    cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+    return VarlenPrompts(
+        tuple(upload_tables(t, segments, width) for t in batch.block_tables),
+        mx.array(cu_seqlens_q),
+        upload_padded(batch.seq_lens, segments),
+        {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},
+        repeats,
+    )
+
+
+def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int) -> np.ndarray:
+    """Split a packed batch into tiles (T, 2) int32 for `varlen_prefill`, vectorised over segments.
+
+    cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.
+    num_queries_per_kv: query heads per KV head.  A tile is (segment, first of its TILE_ROWS (row,
+    head) pairs in the segment).  Padding rows are in tiles of segment -1, which give zeros; their
+    first pair counts from row 0.
+
+    T depends only on S, num_rows and num_queries_per_kv.  The last rows of a segment come first:
+    they see the most keys, and tiles that start last should be short.
+    """
+    used = int(cu_seqlens_q[-1])
+    pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * num_queries_per_kv
+    counts = -(-pairs // TILE_ROWS)
+    total = num_rows * num_queries_per_kv // TILE_ROWS + len(counts)
+    ends = np.cumsum(counts)
+    tiles = np.empty((total, 2), np.int32)
+    tiles[ends[-1] :] = -1, num_rows * num_queries_per_kv  # past all rows: nothing to do
+    real = tiles[: ends[-1]]
+    real[:, 0] = np.repeat(np.arange(len(counts)), counts)
+    real[:, 1] = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * TILE_ROWS
+    rest = real[:, 0] == len(counts) - 1
+    real[rest] += np.array([-len(counts), used * num_queries_per_kv], np.int32)
+    return tiles

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.paged.shared_prefix import PrefixSearch, SharedPrefixRows
 from vllm_metal_lite.attention.step_arrays import as_decodes, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -13,14 +12,28 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.merge_partitions import num_splits
+from vllm_metal_lite.kv.store import PagedStore
 
 # Number of KV heads -> the plan of such layers.
 Plans = dict[int, DecodePlan]
 
 
+class SharedPrefixRows(NamedTuple):
+    """The rows of a step that share a prefix.
+
+    leader: one of these rows.  lens: (B,) int32, the length of the prefix in tokens, or 0 for a row
+    without the prefix.
+    """
+
+    leader: int
+    lens: np.ndarray
+
+
 class SharedPrefixArrays(NamedTuple):
-    """length: the largest power of two within the prefix.  leader (1,), lens (num_rows,): see
-    SharedPrefixRows.  plans: for the keys after the prefix."""
+    """SharedPrefixRows on the device: leader (1,) and lens (num_rows,) int32.
+
+    length: the largest power of two within the prefix.  plans: the plans for the keys after it.
+    """
 
     length: int
     leader: mx.array
@@ -45,22 +58,16 @@ class Decodes(NamedTuple):
 class DecodePlanner:
     """Plans the decodes of each step.
 
-    kv_heads: the numbers of KV heads that layers have.  splits: contexts may be cut.
-    sharing_groups: KV groups with layers that read a shared prefix once.  prompts_as_decodes:
-    prompt rows of small steps may be decodes.
+    shares: for each layer, whether it reads a shared prefix once.  unused: the kernels that steps
+    must not launch.
     """
 
-    def __init__(
-        self,
-        kv_heads: Collection[int],
-        *,
-        splits: bool,
-        sharing_groups: Sequence[int],
-        prompts_as_decodes: bool,
-    ) -> None:
-        self._kv_heads, self._splits = sorted(kv_heads), splits
-        self._prompts_as_decodes = prompts_as_decodes
-        self._shared_prefix = PrefixSearch(sharing_groups)
+    def __init__(self, store: PagedStore, shares: Sequence[bool], unused: Collection[str]) -> None:
+        self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
+        self._splits = "merge_partitions" not in unused
+        self._prompts_as_decodes = "shared_prefix" not in unused
+        groups = {g for g, shared in zip(store.group_of, shares, strict=True) if shared}
+        self._shared_prefix = PrefixSearch(sorted(groups))
 
     def __call__(self, batch: ForwardBatch, num_rows: int) -> Decodes | None:
         """The batch's decodes, or all of its rows as decodes, if that is cheaper.
@@ -68,32 +75,37 @@ class DecodePlanner:
         The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
         no launches for its prompts, and parallel splits read the context.
         """
-        device, prompts = profile(), batch.num_decodes < batch.num_segments
-        if prompts and self._prompts_as_decodes and num_rows <= device.rows_as_decodes:
+        device, has_prompts = profile(), batch.num_decodes < batch.num_segments
+        if has_prompts and self._prompts_as_decodes and num_rows <= device.rows_as_decodes:
             rows = as_decodes(batch)
             prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
-            own = rows.seq_lens - (prefix.lens if prefix else 0)
-            if own[batch.num_decodes :].sum() <= device.max_own_keys:
+            own_keys = rows.seq_lens - (prefix.lens if prefix else 0)
+            rows_of_prompts = slice(batch.num_decodes, None)
+            if own_keys[rows_of_prompts].sum() <= device.max_own_keys:
                 return self._plan(rows, num_rows, prefix)
         if not batch.num_decodes:
             return None
         prefix = self._shared_prefix(batch, device.min_saved_tokens)
-        return self._plan(batch, batch.num_decodes if prompts else num_rows, prefix)
+        return self._plan(batch, batch.num_decodes if has_prompts else num_rows, prefix)
 
-    def _plan(self, batch: ForwardBatch, count: int, prefix: SharedPrefixRows | None) -> Decodes:
-        decodes = slice(batch.num_decodes)
-        seq_lens, shared = batch.seq_lens[decodes], None
-        length, plans = max(count, MIN_ELEMENTS), self._plans(count, seq_lens)
+    def _plan(self, batch: ForwardBatch, num_rows: int, prefix: SharedPrefixRows | None) -> Decodes:
+        """The decodes of a batch, padded to num_rows."""
+        seq_lens, shared = batch.seq_lens[: batch.num_decodes], None
+        length = max(num_rows, MIN_ELEMENTS)
         if prefix is not None:
             shared = SharedPrefixArrays(
                 1 << (int(prefix.lens.max()).bit_length() - 1),
                 mx.array([prefix.leader], mx.int32),
                 upload_padded(prefix.lens, length),
-                self._plans(count, seq_lens - prefix.lens),
+                self._plans(num_rows, seq_lens - prefix.lens),
             )
         width = max(power_of_two(-(-int(seq_lens.max()) // batch.block_size)), MIN_ELEMENTS)
-        tables = tuple(upload_tables(t[decodes], count, width) for t in batch.block_tables)
-        return Decodes(count, tables, upload_padded(seq_lens, length), plans, shared)
+        tables = tuple(
+            upload_tables(table[: batch.num_decodes], num_rows, width)
+            for table in batch.block_tables
+        )
+        plans = self._plans(num_rows, seq_lens)
+        return Decodes(num_rows, tables, upload_padded(seq_lens, length), plans, shared)
 
     def _plans(self, count: int, num_keys: np.ndarray) -> Plans:
         longest = int(num_keys.max())
@@ -102,7 +114,7 @@ class DecodePlanner:
 
 
 def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
-    """As many splits as fill the device, no more: merging costs a launch.
+    """Cut contexts into as many splits as fill the device, no more: merging costs a launch.
 
     Threadgroups are small if there are many, so that more run side by side, or if splits are short.
     """
@@ -126,3 +138,88 @@ def reads_new_rows(batch: ForwardBatch) -> bool:
     longer = seq_lens[:, None] > seq_lens[whole]
     tables = batch.block_tables[:, decodes]
     return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)
+
+
+class PrefixSearch:
+    """`find_shared_prefix` with a cache: a result is used again while all rows begin with the same
+    blocks.  So a longer prefix is found only when the set of rows changes.
+
+    groups: the KV groups whose blocks must be shared; none: nothing is shared.
+    """
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = groups
+        self._found: SharedPrefixRows | None = None
+        self._blocks: list[np.ndarray] = []
+        self._min_saved = 0
+
+    def __call__(self, batch: ForwardBatch, min_saved: int) -> SharedPrefixRows | None:
+        """The prefix of a batch's decodes."""
+        if not self._groups:
+            return None
+        decodes, size = slice(batch.num_decodes), batch.block_size
+        tables = [batch.block_tables[group, decodes] for group in self._groups]
+        seq_lens = batch.seq_lens[decodes]
+        if self._min_saved != min_saved or not self._holds(tables, seq_lens, size):
+            self._found = find_shared_prefix(tables, seq_lens, size, min_saved)
+            width = 0 if self._found is None else int(self._found.lens.max()) // size
+            self._blocks = [table[:, :width].copy() for table in tables]
+            self._min_saved = min_saved
+        return self._found
+
+    def _holds(
+        self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int
+    ) -> bool:
+        """Whether the last result is still right for these rows."""
+        if self._found is None or len(self._found.lens) != len(seq_lens):
+            return False
+        if (self._found.lens > (seq_lens - 1) // block_size * block_size).any():
+            return False
+        return all(
+            np.array_equal(tables[:, : before.shape[1]], before)
+            for tables, before in zip(block_tables, self._blocks, strict=True)
+        )
+
+
+def find_shared_prefix(
+    block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int, min_saved: int
+) -> SharedPrefixRows | None:
+    """The prefix that saves the most reads of tokens; None if it saves fewer than min_saved.
+
+    block_tables: (B, max_blocks), for one or more KV groups.  seq_lens: (B,).  The block of a row's
+    last token is never shared: this step writes there.
+    """
+    rows = len(seq_lens)
+    if rows < 2:
+        return None
+    own = (seq_lens - 1) // block_size
+    # The shortest useful prefix, in blocks: the one that saves enough if all rows share it.  Rows
+    # with a useful common prefix have the same block at its end.
+    fewest = -(-min_saved // ((rows - 1) * block_size))
+    long = np.flatnonzero(own >= fewest)
+    if len(long) < 2 or len(np.unique(block_tables[0][long, fewest - 1])) == len(long):
+        return None
+    # Sorting by blocks makes rows that share a prefix adjacent.
+    own = own[long]
+    blocks = np.stack([tables[long, : own.max() + 1] for tables in block_tables], axis=-1)
+    blocks[np.arange(len(long)), own] = -1  # rows that end here sort after rows that continue
+    blocks = blocks.reshape(len(long), -1)
+    order = np.argsort(blocks.view(f"V{blocks[0].nbytes}").ravel())
+    blocks, own = blocks[order], own[order]
+    differ = blocks[1:] != blocks[:-1]
+    shared = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])
+    shared = np.minimum(shared // len(block_tables), np.minimum(own[1:], own[:-1]))
+    # In a run of rows that share `few` blocks, one row reads them for all.
+    best, length, members, row_cost = min_saved, 0, long, profile().prefix_row_cost
+    for few in np.unique(shared[shared >= fewest]):
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], shared >= few, [0]))))
+        run = int((edges[1::2] - edges[::2]).argmax())
+        first, last = edges[2 * run], edges[2 * run + 1]
+        saved = few * (last - first - rows * row_cost) * block_size
+        if saved >= best:
+            best, length, members = saved, few, long[order[first : last + 1]]
+    if not length:
+        return None
+    lens = np.zeros(rows, np.int32)
+    lens[members] = length * block_size
+    return SharedPrefixRows(int(members.min()), lens)

@@ -1,8 +1,4 @@
-"""The files of a model's folder: checks and reads them.
-
-A bad entry of generation_config.json is ignored with a warning, so that every model loads that
-mlx-lm loads.
-"""
+"""Checks the files of a model's folder, and reads its JSON and the headers of its weights."""
 
 import json
 import logging
@@ -12,20 +8,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, load_model
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import (
     ModelLoadError,
     Option,
     RemoteCodeError,
-    SamplingError,
     one_line,
     show,
 )
-from vllm_metal_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +25,13 @@ logger = logging.getLogger(__name__)
 READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 READ_PATTERNS += ["merges.txt", "vocab.txt"]
 
-# The sampling parameters that generation_config.json may set.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-
 Weights = dict[str, mx.array]
-_HEAD = "lm_head.weight"
 # The start of a git-lfs pointer, which git checks out if git-lfs is not installed.
 _LFS_FIRST_WORDS = b"version https://git-lfs"
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """The JSON object of a file, or with `kind` list the array; empty if the file is missing."""
+    """The JSON object in a file, or the array if `kind` is list; empty if the file is missing."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -65,7 +45,8 @@ def read_json(file: Path, kind: type = dict) -> Any:
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """config.json of a model's folder; ModelLoadError if files are missing or do not fit it."""
+    """Read config.json; raises ModelLoadError if files of the folder are missing or do not fit
+    it."""
     try:
         _check_links(folder)
         if not (folder / "config.json").is_file():
@@ -124,66 +105,6 @@ def weights(folder: Path) -> Iterator[tuple[str, mx.array]]:
             raise ModelLoadError(f"{file.name}: {one_line(e)}") from e
 
 
-def load_checkpoint(
-    folder: Path, trust_remote_code: bool
-) -> tuple[nn.Module, dict[str, Any], bool]:
-    """(The module, its weights not read yet; config.json; whether the files have a head).
-
-    Files that mlx-lm refuses may differ from it in a plain way: names without `model.`, as those of
-    Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
-    folder for embeddings.  Otherwise raises mlx-lm's error: each weight has one place.
-    """
-    has_head = True
-
-    def classes(config: dict[str, Any]) -> Any:
-        model_class, args_class = _get_classes(config)
-
-        class Tolerant(model_class):  # type: ignore[valid-type, misc]
-            def sanitize(self, weights: Weights) -> Weights:
-                nonlocal has_head
-                own = getattr(super(), "sanitize", dict)
-                weights, expected = (
-                    own(_with_prefix(weights, self)),
-                    dict(tree_flatten(self.parameters())),
-                )
-                for head in [n for n in weights if n.endswith(_HEAD) and n not in expected]:
-                    others = _like(weights[head], weights)
-                    if any(mx.array_equal(weights[head], weights[n]) for n in others):
-                        del weights[head]
-                if expected.keys() - weights.keys() == {_HEAD} and _is_pooling(folder):
-                    [embedding] = _like(expected[_HEAD], weights)
-                    weights[_HEAD], has_head = weights[embedding], False
-                return weights
-
-        return Tolerant, args_class
-
-    try:
-        return *load_model(folder, lazy=True, trust_remote_code=trust_remote_code), True
-    except Exception:
-        with suppress(Exception):
-            model, config = load_model(folder, lazy=True, get_model_classes=classes)
-            (model.__class__,) = type(model).__bases__
-            return model, config, has_head
-        raise
-
-
-def _with_prefix(weights: Weights, model: nn.Module) -> Weights:
-    """The weights with `model.` before all names but a head's, if `model.model` has them."""
-    inner, rest = model.children().get("model", ()), {n for n in weights if "lm_head." not in n}
-    is_bare = all(name.partition(".")[0] in inner for name in rest)
-    return {f"model.{n}" if is_bare and n in rest else n: w for n, w in weights.items()}
-
-
-def _like(head: mx.array, weights: Weights) -> list[str]:
-    """The weights with a head's shape that are none: the embedding."""
-    return [n for n, w in weights.items() if w.shape == head.shape and not n.endswith(_HEAD)]
-
-
-def _is_pooling(folder: Path) -> bool:
-    modules = read_json(folder / "modules.json", list)
-    return any(str(module.get("type")).endswith("Pooling") for module in modules)
-
-
 def _refuse_pointers(folder: Path) -> None:
     """Raise ModelLoadError for a clone whose large files git-lfs has not downloaded."""
     pointers = sorted(f.name for f in folder.iterdir() if f.is_file() and _is_pointer(f))
@@ -221,22 +142,3 @@ def remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
         Option("trust_remote_code"),
         " to run it",
     )
-
-
-def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """SamplingParams fields that the model asks for."""
-    path, fields = folder / "generation_config.json", {}
-    try:
-        config = read_json(path)
-    except ModelLoadError as e:
-        logger.warning(f"{path.parent}/{e}: the file is ignored")
-        return {}
-    for name in _SAMPLING_FIELDS:
-        if (value := config.get(name)) is not None:
-            try:
-                fields[name] = getattr(SamplingParams(**{name: value}), name)
-            except SamplingError as e:
-                logger.warning(f"{path}: {e}: the value is ignored")
-    if config.get("do_sample") is False:
-        fields["temperature"] = 0.0
-    return fields

@@ -9,7 +9,7 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers.decoders import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from vllm_metal_lite.errors import ModelLoadError, show
+from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading, read_config, read_json, remote_code_error
 
@@ -70,18 +70,6 @@ def _template_of_processor(folder: Path) -> str | None:
         logger.warning(f"{file} is ignored: it must be an object with the text chat_template")
         return None
     return template
-
-
-def end_token_ids(name: str, tokenizer: TokenizerWrapper, vocab_size: int) -> tuple[int, ...]:
-    """The token ids that end an answer; ids outside the vocabulary are ignored, as in mlx-lm."""
-    ids = tokenizer.eos_token_ids
-    known = tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
-    if unknown := [i for i in ids if i not in known]:
-        logger.warning(
-            f"{name}: eos_token_id {', '.join(map(show, unknown))} is outside the vocabulary of "
-            f"{vocab_size}: ignored"
-        )
-    return known
 
 
 def _decode_as_bytes(tokenizer: TokenizerWrapper) -> None:

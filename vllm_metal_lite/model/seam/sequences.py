@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx.utils import tree_map
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.recurrence.sequence_batches import (
@@ -32,10 +32,12 @@ class SequenceStep:
     alone: each segment is a batch, because attention reads the store.
     """
 
-    def __init__(self, step: Step, state_store: StateStore, alone: bool) -> None:
+    def __init__(self, step: DeviceBatch, state_store: StateStore, alone: bool) -> None:
         self.step, self.alone = step, alone
         self.batches = sequence_batches(step.batch, alone)
         self.states = BatchStates(state_store)
+        # For kv_segments.py, which computes the slots of a context once for all layers.
+        self.contexts: dict[tuple, tuple[mx.array, mx.array | None]] = {}
         self.rows = RowOrder(self.batches, step.num_rows)
 
     def to_sequences(self, x: mx.array, seqs: SequenceBatch) -> mx.array | int:

@@ -1,4 +1,8 @@
-"""Pooling requests: prompts that give their hidden states and draw no token."""
+"""Pooling requests: prompts that give their hidden states and draw no token.
+
+A step pools in three places: `extend` names the rows before the step, `pooled_sums` sums their
+hidden states on the device, and `take` makes the embeddings when the step has ended.
+"""
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -8,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch, PooledRows
 from vllm_metal_lite.pooling_params import PoolingParams
 
@@ -16,7 +21,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class _Pooling:
-    """sum: the hidden states of the rows so far, summed; a preempted prompt starts again."""
+    """A pooling request.
+
+    sum: the sum of the hidden states of its rows so far.  A preempted prompt starts again.
+    """
 
     params: PoolingParams
     num_prompt_tokens: int
@@ -36,7 +44,7 @@ class PoolingTable:
         self._poolings.pop(key, None)
 
     def extend(self, batch: ForwardBatch, keys: Sequence[Hashable]) -> ForwardBatch:
-        """A step's batch, with the rows that pooling requests read.  keys: one per segment."""
+        """Add the rows that pooling requests read to a step's batch.  keys: one per segment."""
         if not self._poolings:
             return batch
         terminal = set(batch.sample_segments.tolist())
@@ -57,7 +65,7 @@ class PoolingTable:
     def take(
         self, batch: ForwardBatch, keys: Sequence[Key], sums: np.ndarray | None
     ) -> Iterator[tuple[Key, np.ndarray]]:
-        """The embedding of each request whose prompt ends with a completed step.
+        """Yield the embedding of each request whose prompt ends with a completed step.
 
         sums: `StepResult.pooled`.  Requests that were removed while the step ran are left out.
         """
@@ -72,6 +80,20 @@ class PoolingTable:
             pooling.sum = value
             if batch.seq_lens[i] == count:
                 yield keys[i], _embedding(value / count if is_mean else value, pooling.params)
+
+
+def pooled_sums(rows: PooledRows, hidden: mx.array) -> mx.array:
+    """Sum the ranges of rows: (Q, hidden_size) float32.
+
+    hidden: (N, 1, hidden_size), the hidden states that the model's head sees.  N may include
+    padding.
+    """
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    first, end = rows.ranges[:, 0], rows.ranges[:, 1]
+    if (end - first == 1).all():
+        return hidden[mx.array(first)].astype(mx.float32)
+    parts = [hidden[a:b].astype(mx.float32).sum(axis=0) for a, b in rows.ranges.tolist()]
+    return mx.stack(parts)
 
 
 def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:

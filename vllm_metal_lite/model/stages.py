@@ -17,7 +17,7 @@ from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.model.calls import calls_of, wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
-from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
+from vllm_metal_lite.model.seam.kv_segments import NATIVE_TYPES
 
 
 def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:

@@ -109,7 +109,8 @@ class SummedLinear(nn.Module):
 
 
 def _plain(module: nn.Module, ranks: RankGroup) -> nn.Module:
-    """A sharded layer as a plain one, in place, and the sum if one follows."""
+    """Make a sharded layer a plain one, in place.  Adds the sum over the ranks if the layer needs
+    it."""
     kind = type(module)
     module.__class__ = _PLAIN[kind]
     return SummedLinear(module, ranks) if kind in _SUMMED else module
