@@ -18,6 +18,7 @@ from tests.support.engine.sampling import (
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.sampling import logits as ops
+from vllm_metal_lite.sampling.filters import Filters, thresholds
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -171,10 +172,9 @@ def test_top_p_over_a_long_flat_tail():
     # Half of the mass in one token, the rest even over 100,000: top_p 0.75 keeps half of these.
     x = np.linspace(1e-3, 0, 100_001).astype(np.float32)
     x[0] = np.log(100_000)
-    params = SamplingParams(top_p=0.75)
-    sampler = make(params, [0], len(x))
-    sampler._metadata_for(np.array([0]), None)
-    floor = ops.thresholds(mx.array(x[None]), sampler._metadata.filters)
+    filters = Filters(1, len(x))
+    filters.add(0, SamplingParams(top_p=0.75))
+    floor = thresholds(mx.array(x[None]), filters.of_rows(np.array([0])).filters)
     assert abs((x >= floor.item()).sum() - 50_000) < 50
 
 

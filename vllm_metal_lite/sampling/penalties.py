@@ -94,9 +94,9 @@ class Penalties(LogitsProcessor[_Penalty]):
                 seen = seen.at[drafts].add(2)
             y = x if batch_rows is None else x[batch_rows]
             if repeats:
-                y = ops.penalize_repetition(y, seen, repetition)
+                y = _penalize_repetition(y, seen, repetition)
             if counts:
-                y = ops.penalize_frequency(y, seen, frequency, presence)
+                y = _penalize_frequency(y, seen, frequency, presence)
             if batch_rows is None:
                 return y
             return mx.put_along_axis(x, batch_rows[:, None], y, axis=0)
@@ -113,3 +113,23 @@ class Penalties(LogitsProcessor[_Penalty]):
         if req_index in self.seats:
             counts_rows = mx.full(len(token_ids), self.seats[req_index].counts_row, mx.int32)
             self.seen = self.seen.at[counts_rows, mx.array(list(token_ids), mx.int32)].add(2)
+
+
+@ops.fused
+def _penalize_repetition(x: mx.array, seen: mx.array, penalty: mx.array) -> mx.array:
+    """Make tokens of the prompt and the output less likely if the penalty is above 1.
+
+    seen: (T, V) uint32, see `Penalties`; penalty: (T, 1), 1 for a row without one.
+    """
+    return mx.where(seen > 0, mx.where(x > 0, x / penalty, x * penalty), x)
+
+
+@ops.fused
+def _penalize_frequency(
+    x: mx.array, seen: mx.array, frequency: mx.array, presence: mx.array
+) -> mx.array:
+    """Make generated tokens less likely, by their count and by their presence.
+
+    seen: (T, V) uint32, see `Penalties`; frequency, presence: (T, 1), 0 for a row without one.
+    """
+    return x - frequency * (seen >> 1) - presence * (seen > 1)

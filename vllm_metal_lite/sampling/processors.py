@@ -1,4 +1,6 @@
-"""Options that change logits, one class each, like vLLM's logits processors.
+"""Options that change logits before the temperature, one class each, like vLLM's logits processors.
+
+Temperature, min_p, top_k and top_p belong to the draw (`filters.py`).
 
 A processor keeps the option's value for each seat.  `of_rows` puts the values of a step's rows on
 the device.  An unchanged decode batch reuses the result.

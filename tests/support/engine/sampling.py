@@ -83,7 +83,7 @@ def make(params, seeds, vocab_size, prompt=EMPTY, output=EMPTY, eos=EOS):
 
 def draw(sampler, logits, steps):
     """(steps, rows) tokens, every row from the same logits (V,)."""
-    rows = np.arange(len(sampler._rows))
+    rows = np.arange(len(sampler.state[0]))
     x = mx.broadcast_to(mx.array(logits), (len(rows), len(logits)))
     out = [sampler(x, rows).token_ids for _ in range(steps)]
     return np.array(mx.stack(out))
