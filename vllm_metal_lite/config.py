@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.rules import apply_rules, choice, integer, number, switch
+from vllm_metal_lite.rules import Flag, apply_rules, choice, integer, number, switch
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
@@ -49,23 +49,59 @@ class EngineConfig:
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
-    block_size: Annotated[int, choice(*BLOCK_SIZES)] = 16
-    num_blocks: Annotated[int | None, integer(1)] = None
-    max_num_seqs: Annotated[int, integer(1, MAX_NUM_SEQS)] = 64
-    max_num_batched_tokens: Annotated[int, integer(1)] = 2048
-    max_model_len: Annotated[int | None, integer(1)] = None
-    long_prefill_token_threshold: Annotated[int, integer(0)] = 0
-    max_step_seconds: Annotated[float, number(0)] = 0.0
-    prefill_policy: Annotated[str, choice(*PREFILL_POLICIES)] = "mixed"
+    block_size: Annotated[
+        int, choice(*BLOCK_SIZES), Flag("N", "tokens per block of the KV store: {allowed}")
+    ] = 16
+    num_blocks: Annotated[
+        int | None, integer(1), Flag("N", "blocks of the KV store (default: what the memory holds)")
+    ] = None
+    max_num_seqs: Annotated[
+        int, integer(1, MAX_NUM_SEQS), Flag("N", "requests that run at the same time")
+    ] = 64
+    max_num_batched_tokens: Annotated[int, integer(1), Flag("N", "most tokens of one step")] = 2048
+    max_model_len: Annotated[
+        int | None, integer(1), Flag("N", "longest context in tokens (default: the model's own)")
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        int, integer(0), Flag("N", "most prompt tokens of a request in a step; 0: any")
+    ] = 0
+    max_step_seconds: Annotated[
+        float, number(0), Flag("S", "how long a step may take where others wait; 0: any time")
+    ] = 0.0
+    prefill_policy: Annotated[
+        str, choice(*PREFILL_POLICIES), Flag("NAME", "prompts beside decodes: {allowed}")
+    ] = "mixed"
     enable_prefix_caching: Annotated[bool, switch()] = True
-    memory_fraction: Annotated[float | None, number(0, 1, above=True)] = None
-    state_cache_gib: Annotated[float | None, number(0)] = None
-    prefix_disk_gib: Annotated[float, number(0, 1 << 20)] = 0.0
-    dtype: Annotated[str, choice(*DTYPES)] = "auto"
-    kv_bits: Annotated[int | None, choice(*KV_BITS)] = None
-    attention: Annotated[str, choice(*ATTENTION)] = "auto"
-    speculate: Annotated[str, choice(*SPECULATE)] = "auto"
-    seed: Annotated[int, integer(0)] = 0
+    memory_fraction: Annotated[
+        float | None,
+        number(0, 1, above=True),
+        Flag("F", "share of the memory to use (default: a safe value)"),
+    ] = None
+    state_cache_gib: Annotated[
+        float | None,
+        number(0),
+        Flag("N", "GiB for state checkpoints of recurrent layers (default: a share)"),
+    ] = None
+    prefix_disk_gib: Annotated[
+        float,
+        number(0, 1 << 20),
+        Flag("N", "GiB on the disk for prefixes that survive a restart"),
+    ] = 0.0
+    dtype: Annotated[str, choice(*DTYPES), Flag("NAME", "{allowed}")] = "auto"
+    kv_bits: Annotated[
+        int | None,
+        choice(*KV_BITS),
+        Flag("N", "keep K and V in {allowed} bits a value (default: as they are)"),
+    ] = None
+    attention: Annotated[
+        str,
+        choice(*ATTENTION),
+        Flag("NAME", "{allowed}; auto: on a GPU, kernels that pass checks"),
+    ] = "auto"
+    speculate: Annotated[
+        str, choice(*SPECULATE), Flag("NAME", "{allowed}: several tokens a step where text repeats")
+    ] = "auto"
+    seed: Annotated[int, integer(0), Flag("N", "seed of requests that have none of their own")] = 0
     trust_remote_code: Annotated[bool, switch()] = False
 
     def __post_init__(self) -> None:

@@ -4,13 +4,13 @@ Python, JSON lines and flags all come to the same rules, so a bad value gets the
 everywhere.  Numpy's scalars are numbers too; a field that passed holds a plain Python value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from vllm_metal_lite.errors import MetalLiteError, Option, show
 
@@ -25,25 +25,49 @@ class Rule:
     optional: bool = False
 
 
+class Flag(NamedTuple):
+    """A field's flag on the command line.
+
+    metavar: the value's name in the help.  help: "{allowed}" becomes the words of the rule.
+    """
+
+    metavar: str
+    help: str
+
+
 _REFUSALS = (TypeError, ValueError, OverflowError)
+N = TypeVar("N", Rule, Flag)
 
 
 @cache
 def rules_of(kind: type) -> dict[str, Rule]:
-    """The rule of each field of a dataclass, from its annotation; a field whose type includes None
-    is optional."""
-    rules = {}
+    """The rule of each field of a dataclass; a field whose type includes None is optional."""
+    rules = _notes(kind, Rule)
+    return {f: replace(rule, optional=NoneType in get_args(plain)) for f, plain, rule in rules}
+
+
+@cache
+def flags_of(kind: type) -> dict[str, Flag]:
+    """The flag of each field of a dataclass that has one."""
+    rules = rules_of(kind)
+    return {
+        field: flag._replace(help=flag.help.format(allowed=rules[field].allowed))
+        for field, _, flag in _notes(kind, Flag)
+    }
+
+
+def _notes(kind: type, note_type: type[N]) -> Iterator[tuple[str, Any, N]]:
+    """(field, its type, its note) of each field whose annotation has a note of this type."""
     for field, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            plain, rule = get_args(hint)
-            rules[field] = replace(rule, optional=NoneType in get_args(plain))
-    return rules
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, note_type):
+                yield field, hint.__origin__, note
 
 
 def apply_rules(record: Any, error: type[MetalLiteError], parent: str | None = None) -> None:
     """Replace the fields of a frozen dataclass by plain values; raises `error` for a bad one.
 
-    parent: the field that holds the record, if it is part of another one.
+    parent: the field that holds the record, if the record is part of another one.
     """
     for name, rule in rules_of(record.__class__).items():
         value = getattr(record, name)

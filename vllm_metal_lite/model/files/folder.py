@@ -25,6 +25,7 @@ from vllm_metal_lite.errors import (
     one_line,
     show,
 )
+from vllm_metal_lite.rules import flags_of
 from vllm_metal_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -32,17 +33,6 @@ logger = logging.getLogger(__name__)
 # The files that loading reads: no code, and no texts for people.
 READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
 READ_PATTERNS += ["merges.txt", "vocab.txt"]
-
-# The sampling parameters that generation_config.json may set.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 Weights = dict[str, mx.array]
 _HEAD = "lm_head.weight"
@@ -224,14 +214,14 @@ def remote_code_error(name: str, part: str, folder: Path) -> RemoteCodeError:
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """SamplingParams fields that the model asks for."""
+    """SamplingParams fields that the model asks for: numbers, which are flags too."""
     path, fields = folder / "generation_config.json", {}
     try:
         config = read_json(path)
     except ModelLoadError as e:
         logger.warning(f"{path.parent}/{e}: the file is ignored")
         return {}
-    for name in _SAMPLING_FIELDS:
+    for name in flags_of(SamplingParams):
         if (value := config.get(name)) is not None:
             try:
                 fields[name] = getattr(SamplingParams(**{name: value}), name)
