@@ -81,9 +81,7 @@ class EngineConfig:
         Flag("N", "GiB for state checkpoints of recurrent layers (default: a share)"),
     ] = None
     prefix_disk_gib: Annotated[
-        float,
-        number(0, 1 << 20),
-        Flag("N", "GiB on the disk for prefixes that survive a restart"),
+        float, number(0, 1 << 20), Flag("N", "GiB on the disk for prefixes that survive a restart")
     ] = 0.0
     dtype: Annotated[str, choice(*DTYPES), Flag("NAME", "{allowed}")] = "auto"
     kv_bits: Annotated[
@@ -92,9 +90,7 @@ class EngineConfig:
         Flag("N", "keep K and V in {allowed} bits a value (default: as they are)"),
     ] = None
     attention: Annotated[
-        str,
-        choice(*ATTENTION),
-        Flag("NAME", "{allowed}; auto: on a GPU, kernels that pass checks"),
+        str, choice(*ATTENTION), Flag("NAME", "{allowed}; auto: on a GPU, kernels that pass checks")
     ] = "auto"
     speculate: Annotated[
         str,

@@ -53,9 +53,7 @@ class SamplingParams:
     ] = 0.0
     seed: Annotated[int | None, _SEED] = None
     repetition_penalty: Annotated[
-        float,
-        number(0, above=True),
-        Flag("X", "above 1: tokens seen before become less likely"),
+        float, number(0, above=True), Flag("X", "above 1: tokens seen before become less likely")
     ] = 1.0
     presence_penalty: Annotated[
         float,

@@ -40,21 +40,6 @@ class RowFilters:
     tail_mass: mx.array | None
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The draw of a step's rows: one token each.  temperature: (T, 1), 0: greedy."""
-
-    temperature: mx.array
-    filters: list[RowFilters]
-
-    def perturb(self, x: mx.array, bits: mx.array) -> mx.array:
-        """Logits (T, V) with noise from random bits; the argmax of a row is its token."""
-        x = x.astype(mx.float32)
-        if not self.filters:
-            return ops.perturb(x, bits, self.temperature)
-        return ops.perturb_above(x, thresholds(x, self.filters), bits, self.temperature)
-
-
 class Filters:
     """The temperature and the filters of each seat, as their requests gave them."""
 
@@ -71,8 +56,8 @@ class Filters:
         for name, values in self._values.items():
             values[req_index] = _OFF[name]
 
-    def of_rows(self, req_indices: np.ndarray) -> Draws | None:
-        """How these rows draw; None if all are greedy.
+    def of_rows(self, req_indices: np.ndarray) -> tuple[mx.array | None, list[RowFilters]]:
+        """The temperature (T, 1) of these rows, None if all are greedy, and their filters.
 
         Top-p without a small top-k may need a full sort; only the rows that need it are sorted.
         """
@@ -80,7 +65,7 @@ class Filters:
         given = {name: values[req_indices] for name, values in self._values.items()}
         temperature, top_k = given["temperature"], given["top_k"]
         if not temperature.any():
-            return None
+            return None, []
         has_min_p, has_top_p = given["min_p"] > 0, given["top_p"] < 1
         has_top_k = (top_k > 0) & (top_k < vocab_size)
         small = has_top_k & ops.is_small(top_k, vocab_size)
@@ -109,7 +94,7 @@ class Filters:
                     tail_mass=_column(tail_mass[mine]) if has_top_p[mine].any() else None,
                 )
                 filters.append(part)
-        return Draws(_column(temperature), filters)
+        return _column(temperature), filters
 
 
 def _column(values: np.ndarray) -> mx.array:

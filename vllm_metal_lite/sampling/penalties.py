@@ -5,7 +5,6 @@ previous step's tokens are known.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,25 +13,21 @@ from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.processors import (
     LARGE,
+    Drafts,
     LogitsProcessor,
     Members,
     Operation,
-    SampledRows,
 )
 from vllm_metal_lite.sampling_params import SamplingParams
 
 _OFF = (1, 0, 0)
 
 
-class _Penalty(NamedTuple):
-    """A request's row of `seen`, and (repetition, frequency, presence) as float32."""
+class Penalties(LogitsProcessor[tuple[int, np.ndarray]]):
+    """A seat keeps (its row of `seen`, its repetition, frequency and presence penalty as float32).
 
-    counts_row: int
-    values: np.ndarray
-
-
-class Penalties(LogitsProcessor[_Penalty]):
-    """seen: (rows, V) uint32 on the device, 2 * (times generated) + (in the prompt)."""
+    seen: (rows, V) uint32 on the device, 2 * (times generated) + (in the prompt).
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         super().__init__()
@@ -57,12 +52,12 @@ class Penalties(LogitsProcessor[_Penalty]):
         seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
         seen[token_ids[in_vocab & is_prompt]] |= 1
         self.seen[counts_row] = mx.array(seen)
-        self.seats[req_index] = _Penalty(counts_row, values)
+        self.seats[req_index] = counts_row, values
 
     def _take_counts_row(self) -> int:
         """A free row of `seen`, which grows if it has none."""
         num_rows = len(self.seen)
-        taken = {seat.counts_row for seat in self.seats.values()}
+        taken = {row for row, _ in self.seats.values()}
         counts_row = min(set(range(num_rows + 1)) - taken)
         if counts_row == num_rows:
             num_more = min(max(num_rows, 1), self.max_num_seqs - num_rows)
@@ -76,22 +71,27 @@ class Penalties(LogitsProcessor[_Penalty]):
         if not self.seats:
             self.seen = self._none
 
-    def gather(self, members: Members[_Penalty], rows: SampledRows) -> Operation:
+    def gather(
+        self,
+        members: Members[tuple[int, np.ndarray]],
+        req_indices: np.ndarray,
+        drafts: Drafts | None,
+    ) -> Operation:
         which = np.array([row for row, _ in members])
-        batch_rows = ops.row_numbers(which, len(rows.req_indices))  # None: all rows
-        counts_rows = np.array([seat.counts_row for _, seat in members], np.int32)
+        batch_rows = ops.row_numbers(which, len(req_indices))  # None: all rows
+        counts_rows = np.array([seat[0] for _, seat in members], np.int32)
         all_counts_rows = np.array_equal(counts_rows, np.arange(len(self.seen)))
         seen_rows = mx.array(counts_rows)
-        values = np.array([seat.values for _, seat in members])
+        values = np.array([seat[1] for _, seat in members])
         repeats, counts = (values[:, 0] != 1).any(), values[:, 1:].any()
         repetition, frequency, presence = map(ops.column, values.T)
-        drafts = None if rows.drafts is None else rows.drafts.before(which)
+        drafted = None if drafts is None else drafts.before(which)
 
         def apply(x: mx.array, grammar: TokenMasks | None) -> mx.array:
             x = x.astype(mx.float32)
             seen = self.seen if all_counts_rows else self.seen[seen_rows]
-            if drafts is not None:
-                seen = seen.at[drafts].add(2)
+            if drafted is not None:
+                seen = seen.at[drafted].add(2)
             y = x if batch_rows is None else x[batch_rows]
             if repeats:
                 y = _penalize_repetition(y, seen, repetition)
@@ -111,7 +111,7 @@ class Penalties(LogitsProcessor[_Penalty]):
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Count a request's tokens of a step with drafts."""
         if req_index in self.seats:
-            counts_rows = mx.full(len(token_ids), self.seats[req_index].counts_row, mx.int32)
+            counts_rows = mx.full(len(token_ids), self.seats[req_index][0], mx.int32)
             self.seen = self.seen.at[counts_rows, mx.array(list(token_ids), mx.int32)].add(2)
 
 

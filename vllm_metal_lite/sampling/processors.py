@@ -61,14 +61,6 @@ Members: TypeAlias = list[tuple[int, T]]  # (row, its request's value) of rows w
 
 
 @dataclass(frozen=True)
-class SampledRows:
-    """The rows of a step's logits.  req_indices: (T,) int; drafts: those before each row."""
-
-    req_indices: np.ndarray
-    drafts: Drafts | None
-
-
-@dataclass(frozen=True)
 class Operation:
     """One option of a step's rows, on the device.
 
@@ -81,7 +73,11 @@ class Operation:
 
 
 class LogitsProcessor(Generic[T]):
-    """One option.  T: its value for a request."""
+    """One option.  T: its value for a request.
+
+    req_indices: (T,) int, the request of each row of a step's logits.  drafts: see `Drafts`; None:
+    the step has none.
+    """
 
     def __init__(self) -> None:
         self.seats: dict[int, T] = {}  # by req_index
@@ -89,33 +85,37 @@ class LogitsProcessor(Generic[T]):
     def remove(self, req_index: int) -> None:
         self.seats.pop(req_index, None)
 
-    def of_rows(self, rows: SampledRows) -> Operation | None:
+    def of_rows(self, req_indices: np.ndarray, drafts: Drafts | None) -> Operation | None:
         """The option's operation for these rows; None if no row has the option."""
-        seats, req_indices = self.seats, rows.req_indices.tolist()
-        members = [(row, seats[r]) for row, r in enumerate(req_indices) if r in seats]
-        return self.gather(members, rows) if members else None
+        seats = self.seats
+        members = [(row, seats[r]) for row, r in enumerate(req_indices.tolist()) if r in seats]
+        return self.gather(members, req_indices, drafts) if members else None
 
-    def gather(self, members: Members[T], rows: SampledRows) -> Operation | None:
+    def gather(
+        self, members: Members[T], req_indices: np.ndarray, drafts: Drafts | None
+    ) -> Operation | None:
         raise NotImplementedError
 
 
-class DeviceMasks:
-    """TokenMasks on the device.  A mask may be applied in many steps."""
+def put_on_device(masks: TokenMasks, num_rows: int) -> Callable[[mx.array], mx.array]:
+    """Masks for logits (T, V) of num_rows rows, to be applied in one step or in many.
 
-    def __init__(self, masks: TokenMasks, num_rows: int) -> None:
-        order = np.argsort(masks.rows)
-        self.rows = row_numbers(masks.rows[order], num_rows)
-        self.bits = mx.array(np.ascontiguousarray(masks.bits[order]).view(np.uint32))
+    The result has -inf for tokens that are not allowed, or beyond the mask's end.
+    """
+    order = np.argsort(masks.rows)
+    rows = row_numbers(masks.rows[order], num_rows)
+    words = mx.array(np.ascontiguousarray(masks.bits[order]).view(np.uint32))
 
-    def apply(self, x: mx.array) -> mx.array:
-        """Logits (T, V) with -inf for tokens that are not allowed, or beyond the mask's end."""
-        bits = (self.bits[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    def apply(x: mx.array) -> mx.array:
+        bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
         may = bits.reshape(len(bits), -1)[:, : x.shape[1]]
         if may.shape[1] < x.shape[1]:
             may = mx.pad(may, [(0, 0), (0, x.shape[1] - may.shape[1])])
-        y = x if self.rows is None else x[self.rows]
+        y = x if rows is None else x[rows]
         y = mx.where(may == 1, y, mx.array(-mx.inf, x.dtype))
-        return y if self.rows is None else mx.put_along_axis(x, self.rows[:, None], y, axis=0)
+        return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
+
+    return apply
 
 
 class AllowedTokens(LogitsProcessor[np.ndarray]):
@@ -124,10 +124,12 @@ class AllowedTokens(LogitsProcessor[np.ndarray]):
     def add(self, req_index: int, token_ids: Sequence[int], vocab_size: int) -> None:
         self.seats[req_index] = pack_mask(token_ids, vocab_size)
 
-    def gather(self, members: Members[np.ndarray], rows: SampledRows) -> Operation:
-        which, bits = zip(*members, strict=True)
-        masks = DeviceMasks(TokenMasks(np.array(which), np.stack(bits)), len(rows.req_indices))
-        return Operation(lambda x, grammar: masks.apply(x))
+    def gather(
+        self, members: Members[np.ndarray], req_indices: np.ndarray, drafts: Drafts | None
+    ) -> Operation:
+        rows, bits = zip(*members, strict=True)
+        apply = put_on_device(TokenMasks(np.array(rows), np.stack(bits)), len(req_indices))
+        return Operation(lambda x, grammar: apply(x))
 
 
 class LogitBias(LogitsProcessor[tuple[np.ndarray, np.ndarray]]):
@@ -142,7 +144,10 @@ class LogitBias(LogitsProcessor[tuple[np.ndarray, np.ndarray]]):
             self.seats[req_index] = tokens, addends.astype(np.float32)
 
     def gather(
-        self, members: Members[tuple[np.ndarray, np.ndarray]], rows: SampledRows
+        self,
+        members: Members[tuple[np.ndarray, np.ndarray]],
+        req_indices: np.ndarray,
+        drafts: Drafts | None,
     ) -> Operation:
         at = _index((row, token_ids) for row, (token_ids, _) in members)
         addends = mx.array(np.concatenate([each for _, (_, each) in members]))
@@ -165,11 +170,14 @@ class MinTokens(LogitsProcessor[tuple[np.ndarray, int]]):
             self.seats[req_index] = np.array(known, np.int32), min_tokens
 
     def gather(
-        self, members: Members[tuple[np.ndarray, int]], rows: SampledRows
+        self,
+        members: Members[tuple[np.ndarray, int]],
+        req_indices: np.ndarray,
+        drafts: Drafts | None,
     ) -> Operation | None:
-        known = self._num_generated[rows.req_indices]
-        if rows.drafts is not None:
-            known = known + rows.drafts.depth.astype(np.int32)
+        known = self._num_generated[req_indices]
+        if drafts is not None:
+            known = known + drafts.depth.astype(np.int32)
         left = {row: min_tokens - int(known[row]) for row, (_, min_tokens) in members}
         below = [(row, stop_token_ids) for row, (stop_token_ids, _) in members if left[row] > 0]
         if not below:

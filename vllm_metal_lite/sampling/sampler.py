@@ -18,22 +18,21 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
+from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.bad_words import BadWords
-from vllm_metal_lite.sampling.filters import Draws, Filters
-from vllm_metal_lite.sampling.logits import random_bits
+from vllm_metal_lite.sampling.filters import Filters, RowFilters, thresholds
 from vllm_metal_lite.sampling.logprobs import Logprobs, gather_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.penalties import Penalties
 from vllm_metal_lite.sampling.processors import (
     NO_DRAFTS,
     AllowedTokens,
-    DeviceMasks,
     Drafts,
     LogitBias,
     MinTokens,
     Operation,
-    SampledRows,
+    put_on_device,
 )
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -62,7 +61,8 @@ class _SamplingMetadata:
     num_logprobs: int  # -1: none
     named: mx.array | None  # see gather_logprobs
     operations: list[Operation]
-    draws: Draws | None  # None: all greedy
+    temperature: mx.array | None  # None: all greedy
+    filters: list[RowFilters]
 
 
 class Sampler:
@@ -173,20 +173,21 @@ class Sampler:
         draft_token_ids: see ForwardBatch; empty: no drafts.  A row after drafts is sampled as if
         these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """
-        if logits.shape != (len(req_indices), self.vocab_size):
-            raise ValueError(
-                f"logits must be ({len(req_indices)}, {self.vocab_size}), got {logits.shape}"
-            )
         drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
         metadata = self._metadata_for(req_indices, drafts)
         if grammar is not None:
-            logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
+            logits = put_on_device(grammar, len(req_indices))(logits)
         x = logits
         for operation in metadata.operations:
             x = operation.apply(x, grammar)
-        if metadata.draws is not None:
-            bits = random_bits(self._keys(req_indices, drafts), self.vocab_size)
-            x = metadata.draws.perturb(x, bits)
+        if metadata.temperature is not None:
+            bits = ops.random_bits(self._keys(req_indices, drafts), self.vocab_size)
+            x = x.astype(mx.float32)
+            if metadata.filters:
+                floor = thresholds(x, metadata.filters)
+                x = ops.perturb_above(x, floor, bits, metadata.temperature)
+            else:
+                x = ops.perturb(x, bits, metadata.temperature)
         token_ids = self._ranks.from_rank_0(mx.argmax(x, -1).view(mx.int32))
         for_host = no_token.mark(x, token_ids)
         if drafts is None:
@@ -211,14 +212,15 @@ class Sampler:
         if drafts is None and self._metadata is not None and self._metadata.key == key:
             return self._metadata
         num_logprobs = int(self._num_logprobs[req_indices].max())
-        sampled = SampledRows(req_indices, drafts)
-        operations = [processor.of_rows(sampled) for processor in self._processors]
+        operations = [processor.of_rows(req_indices, drafts) for processor in self._processors]
+        temperature, filters = self._filters.of_rows(req_indices)
         metadata = _SamplingMetadata(
             key=key,
             num_logprobs=num_logprobs,
             named=self._select_named(req_indices, num_logprobs),
             operations=[operation for operation in operations if operation is not None],
-            draws=self._filters.of_rows(req_indices),
+            temperature=temperature,
+            filters=filters,
         )
         self._metadata = metadata if drafts is None else None
         return metadata
