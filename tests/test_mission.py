@@ -365,10 +365,9 @@ def test_mminf_81_no_chunk_cuts_a_span(name, policy):
 
 
 def test_mminf_81_spans_pass_the_front_doors(tmp_path):
-    llm = LLM(
-        str(tiny.write_folder(tmp_path / "model")), max_num_batched_tokens=12, block_size=8,
-        num_blocks=64, max_model_len=128, enable_prefix_caching=False,
-    )  # fmt: skip
+    limits = {"max_num_batched_tokens": 12, "block_size": 8, "num_blocks": 64, "max_model_len": 128}
+    folder = str(tiny.write_folder(tmp_path / "model"))
+    llm = LLM(folder, **limits, enable_prefix_caching=False)
     batches = recorded(llm.engine)
     prompt = {"prompt_token_ids": [1 + t % 90 for t in PROMPTS[3]], "spans": SPANS}
     whole = {"prompt": "hello", "spans": [(0, None)]}
@@ -422,7 +421,7 @@ def test_mminf_81_a_span_is_passed_over_while_it_does_not_fit():
         ([(None, 5)], r"a span must be \(start, end\), in tokens, got .*None"),
         ("all", r"spans must be a list of \(start, end\), got 'all'"),
     ],
-)  # fmt: skip
+)
 def test_mminf_81_what_can_never_fit_is_refused(spans, message):
     engine = tiny.engine(max_num_batched_tokens=16)
     with pytest.raises(RequestError, match=message) as refusal:
