@@ -17,8 +17,8 @@ from vllm_metal_lite.errors import MetalLiteError, Option, show
 
 @dataclass(frozen=True)
 class Rule:
-    """allowed: in words, as in "must be ...".  take: a value as a plain Python one; raises
-    _REFUSALS if it is not allowed.  optional: None is allowed too, for "not given"."""
+    """allowed: the words after "must be".  take: returns a value as a plain Python value, or raises
+    one of _REFUSALS.  optional: None is allowed too and means "not given"."""
 
     allowed: str
     take: Callable[[Any], Any]
@@ -75,7 +75,7 @@ def apply_rules(record: Any, error: type[MetalLiteError], parent: str | None = N
             continue
         try:
             plain = rule.take(value)
-        except MetalLiteError:  # of a record within the record
+        except MetalLiteError:  # raised by a record inside this one
             raise
         except _REFUSALS:
             where = (Option(parent), f".{name}") if parent else (Option(name),)
@@ -114,7 +114,7 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> Rul
 
 
 def choice(*values: Any) -> Rule:
-    """One of the values: all integers or all strings."""
+    """One of these values, which are all integers or all strings."""
 
     def take(value: Any) -> Any:
         value = _integer(value) if isinstance(values[0], int) else _text(value)
@@ -157,7 +157,7 @@ def text() -> Rule:
 
 
 def texts(*, alone: bool = False) -> Rule:
-    """Strings that are not empty and can be encoded.  alone: one string needs no list."""
+    """A list of non-empty strings that can be encoded.  alone: one string needs no list."""
 
     def take(value: Any) -> tuple[str, ...]:
         value = (value,) if alone and isinstance(value, str) else value
@@ -171,7 +171,7 @@ def texts(*, alone: bool = False) -> Rule:
 
 
 def whole(value: Any) -> Any:
-    """A value from JSON, where 2.0 is an integer; also within lists."""
+    """Convert a value from JSON, where 2.0 is an integer, also in lists."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return [whole(item) for item in value] if isinstance(value, list) else value
@@ -182,7 +182,7 @@ def by_token_id(bias: Any) -> Any:
     if not isinstance(bias, Mapping):
         return bias
     ids = {int(k) for k in bias if isinstance(k, str) and k.isdecimal() and len(k) < 20}
-    by_key = {str(token_id): token_id for token_id in ids}  # without "01", another name of "1"
+    by_key = {str(token_id): token_id for token_id in ids}  # "01" would be "1" again: it stays
     return {by_key.get(key, key): value for key, value in bias.items()}
 
 

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, named as vLLM names it."""
+"""How the tokens of one request are chosen, under vLLM's names."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -21,9 +21,9 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
 
-# Of `serve`, where they are not EngineConfig's.
+# Defaults of `serve` that differ from EngineConfig's.
 SERVER_DEFAULTS: dict[str, Any] = {"max_num_seqs": 32, "max_step_seconds": 0.5}
-GENERATED_TOKENS = 256  # max_tokens of `generate`, by default
+GENERATED_TOKENS = 256  # the default max_tokens of `generate`
 
 
 class UsageError(MetalLiteError):
@@ -105,20 +105,20 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = 
 
 def local(name: str) -> Path | None:
     """The file or folder of this name; None if there is none."""
-    with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
+    with suppress(OSError, RuntimeError, ValueError):  # the name is too long, for example
         path = Path(name).expanduser()
         return path if name and path.exists() else None
     return None
 
 
 def name_of(source: str) -> str:
-    """The name under which `serve` offers a model: the folder's, or the one on the Hub."""
+    """The name under which `serve` offers a model: the folder's name, or the name on the Hub."""
     path = local(source) if source != "demo" else None
     return path.resolve().name if path is not None else source
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the engine's flags; defaults: those of this command that are not EngineConfig's."""
+    """Add the engine's flags; defaults: those of this command that differ from EngineConfig's."""
     group = parser.add_argument_group("engine options")
     _add(group, flags_of(EngineConfig), EngineConfig(**defaults))
     text = "compute every prompt from its first token"
@@ -136,7 +136,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def checked(make: Callable[..., R], given: dict[str, Any], spell: Callable[[str], str]) -> R:
-    """A record of options; UsageError, with the names as `spell` has them, if one is bad."""
+    """Make a record of options.  Raises UsageError, with the options spelled by `spell`."""
     try:
         return make(**given)
     except MetalLiteError as e:

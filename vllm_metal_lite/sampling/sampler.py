@@ -55,7 +55,7 @@ _State = tuple[np.ndarray, mx.array, mx.array]
 
 @dataclass(frozen=True)
 class _SamplingMetadata:
-    """The graph inputs of a set of rows; None omits an operation."""
+    """The inputs of a step for a set of rows, on the device; None: no row needs them."""
 
     key: tuple[int, bytes]
     num_logprobs: int  # -1: none
@@ -148,7 +148,7 @@ class Sampler:
 
     @property
     def state(self) -> _State:
-        """The state that a call changes, for a step that fails.  Valid until `add` or `remove`."""
+        """What a call changes, to be set if the step fails.  Valid until `add` or `remove`."""
         return self._num_generated.copy(), self._penalties.seen, self._bad_words.recent
 
     @state.setter

@@ -42,7 +42,7 @@ OnlyText = Annotated[
 
 
 class ScheduledBody(Body):
-    """A body whose request has a place in the queue, and perhaps a cache of its own."""
+    """A body whose request is scheduled: it may have a priority and a cache salt."""
 
     priority: int | None = None
     cache_salt: Any = None
@@ -85,7 +85,7 @@ class SamplingFields(ScheduledBody):
         return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in own else {})
 
     def form(self) -> tuple[Any, str]:
-        """The form of the answer in the API's own words, and the field that has it."""
+        """(The form of the answer as the API writes it, the name of its field)."""
         return None, ""
 
 

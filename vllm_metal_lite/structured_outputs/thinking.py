@@ -18,8 +18,8 @@ class _Phase(Enum):
 
 
 class _State(NamedTuple):
-    """num_thoughts: tokens of all thoughts so far.  num_written: tokens of the next marker (`start`
-    BEFORE, else `end`) that are written.  num_inner: tokens that `inner` has accepted."""
+    """num_thoughts: the number of tokens of all thoughts so far.  num_written: how much of the next
+    marker (`start` BEFORE, else `end`) is written.  num_inner: how much `inner` has accepted."""
 
     phase: _Phase
     num_thoughts: int = 0
@@ -94,7 +94,7 @@ class Thinking:
         self._states.append(_State(phase, num_thoughts, num_written, num_inner))
 
     def _next(self, token_id: int) -> tuple[_Phase, int, int]:
-        """(phase, num_thoughts, num_written) after a token: when thoughts begin and end."""
+        """Decide when thoughts begin and end: (phase, num_thoughts, num_written) after a token."""
         phase, num_thoughts, num_written, _ = self._states[-1]
         if phase is _Phase.OVER:
             return phase, num_thoughts, 0
@@ -164,6 +164,6 @@ class ChannelThinking(Thinking):
 
 
 def _num_written(marker: Sequence[int], num_written: int, token_id: int) -> int:
-    """The tokens of `marker` at the end of a text: num_written of them before token_id came."""
+    """How much of `marker` ends a text, if num_written of it did before token_id came."""
     text = (*marker[:num_written], token_id)
     return next(n for n in range(len(text), -1, -1) if text[len(text) - n :] == marker[:n])

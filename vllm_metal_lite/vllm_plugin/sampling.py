@@ -7,7 +7,7 @@ from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.compat import get
 
-# Fields that change sampling or reporting, and that our sampler lacks.
+# Fields of vLLM that change sampling or reporting, and that our sampler lacks.
 _UNSUPPORTED = (
     "thinking_token_budget",
     "prompt_logprob_token_ids",

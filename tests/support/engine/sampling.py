@@ -13,9 +13,14 @@ EOS = (3,)
 EMPTY = np.zeros(0, np.int32)
 
 SEEDED = SamplingParams(
-    **{"temperature": 1.2, "top_k": 40, "top_p": 0.97, "logit_bias": {4: 2.0}},
-    **{"repetition_penalty": 1.3, "frequency_penalty": 0.2},
-    **{"min_tokens": 4, "stop_token_ids": [9]},
+    temperature=1.2,
+    top_k=40,
+    top_p=0.97,
+    logit_bias={4: 2.0},
+    repetition_penalty=1.3,
+    frequency_penalty=0.2,
+    min_tokens=4,
+    stop_token_ids=[9],
 )
 VOCAB = 6400
 PROMPT = np.array([5, 6, 7, 5], np.int32)
