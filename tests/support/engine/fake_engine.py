@@ -61,7 +61,7 @@ class FakeResult(StepResult):
 
 
 class FakeRunner:
-    """Replaces a ModelRunner.  launched: called behind each launch."""
+    """Replaces a ModelRunner.  launched: called after each launch."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.fails = model, False
@@ -84,7 +84,7 @@ class FakeRunner:
         return self.in_flight[-1]
 
     def forget(self) -> None:
-        """What the steps in flight should have written is not there."""
+        """Undo what the steps in flight have written."""
         for step in self.in_flight:
             self.model.forget(step.batch)
         self.in_flight.clear()
@@ -92,16 +92,16 @@ class FakeRunner:
 
 @cache
 def _loaded() -> LoadedModel:
-    """What an engine asks of its model beside its forwards."""
+    """The facts that an engine reads from its model, beside its forwards."""
     return tiny.load("llama", vocab_size=VOCAB_SIZE)
 
 
 class FakeEngine(LLMEngine):
-    """An engine with these KV groups; or blocks: the number of blocks of one without a window.
+    """An engine of tokens without a real model.
 
-    ahead: steps are launched one ahead.  stops: tokens that end an answer.  num_state_slots: of a
-    recurrent layer; 0: there is none.
-    requests: all that were ever added.  steps: those whose tokens are known.
+    blocks: the KV groups, or the number of blocks of one group without a window.  ahead: steps are
+    launched one ahead.  num_state_slots: the state slots of a recurrent layer; 0: the model has no
+    such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
     """
 
     def __init__(
@@ -111,7 +111,6 @@ class FakeEngine(LLMEngine):
         max_model_len: int = 512,
         *,
         ahead: bool = False,
-        stops: Sequence[int] = (),
         num_state_slots: int = 0,
     ) -> None:
         groups = [KVGroup(num_blocks=blocks)] if isinstance(blocks, int) else blocks
@@ -124,7 +123,7 @@ class FakeEngine(LLMEngine):
         parts = {"size_store": lambda *_: (groups, max_model_len, num_state_slots)}
         with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
             super().__init__(replace(loaded, packed=packed), config)
-        self.stops, self._launch = list(stops), self.in_flight.launch
+        self._launch = self.in_flight.launch
         self.in_flight.launch = self.launch
         tiny.run_ahead(self, ahead)
         self.speculator = None  # another one depends on measured times
@@ -139,7 +138,7 @@ class FakeEngine(LLMEngine):
         number = len(self.requests)
         request_id = request_id or f"r{number}"
         self.intake.num_requests = fields.pop("arrival", number)
-        params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
+        params = tiny.greedy(max_tokens, ignore_eos=True)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
         asked = {"prompt_token_ids": prompt, "spans": fields.pop("spans", None)}
         self.add_request(request_id, asked, params, **how)
