@@ -253,6 +253,15 @@ def test_every_option_of_the_engine_has_its_flag_and_its_row():
         assert options <= vars(make_parser().parse_args([command])).keys()
 
 
+def test_a_sampling_parameter_has_a_flag_or_is_named_here():
+    without = {"n", "logprobs", "prompt_logprobs", "thinking", "logit_bias", "allowed_token_ids"}
+    without |= {"bad_words", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"}
+    without |= {"include_stop_str_in_output"}
+    flags = vars(make_parser().parse_args(["generate", "-"])).keys() - {"seed"}
+    names = {field.replace("sample_seed", "seed") for field in flags}
+    assert rules_of(SamplingParams).keys() - names == without
+
+
 def test_every_flag_of_serve_has_its_row():
     own = vars(make_parser().parse_args(["serve"])).keys() - rules_of(EngineConfig).keys()
     flags = {flag(field) for field in own - {"command", "model"}}
