@@ -24,8 +24,7 @@ from vllm_metal_lite.errors import BusyError, SamplingError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling.no_token import MASKED, why
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.structured_outputs import compiler
-from vllm_metal_lite.structured_outputs.build import build
+from vllm_metal_lite.structured_outputs import build, compiler
 from vllm_metal_lite.structured_outputs.compiler import Compiler, check
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
