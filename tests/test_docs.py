@@ -69,7 +69,7 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def commands_in(line: str) -> Iterator[list[str]]:
-    """The words of each command of a line; none for a line that is no shell."""
+    """The words of each command of a line; none if the line is prose."""
     line = re.sub(r"\$\{\{.*?\}\}|\$\(.*?\)", "X", line).replace("2>", ">")
     words = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     words.whitespace_split = True
@@ -108,7 +108,7 @@ def workflow_commands(file: Path) -> set[str]:
 
 
 def check(words: list[str]) -> None:
-    """Fail if a command of this project names what does not exist, or a flag that is unknown."""
+    """Fail if a command of this project names a file, a tool or a flag that does not exist."""
     words = [word.strip("[]") for word in words if word != "..."]
     if words and words[0] == ".ci/reported":
         words = words[2:]
@@ -197,7 +197,7 @@ def test_a_wrong_command_is_noticed(words):
 
 
 def test_commands_are_found():
-    """In each form that a page may have, so that a change of a page's form does not hide them."""
+    """Pages write commands in several ways; a page that changes its way must not hide them."""
     found = {line for page in PAGES for line in page_commands(page)}
     assert len(found) > 80
     for line in (

@@ -124,7 +124,7 @@ class Letters:
 
 
 def test_words_are_looked_for_after_a_space_where_that_is_another_token():
-    assert bad_word_ids(Letters(), ["ab"]) == [[97, 98]]  # " ab" is longer: found by "ab"
+    assert bad_word_ids(Letters(), ["ab"]) == [[97, 98]]  # "ab" is found in " ab" too
 
     class Words:
         def encode(self, text, add_special_tokens):

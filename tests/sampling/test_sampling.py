@@ -97,8 +97,8 @@ def test_penalty_state_is_updated_in_place():
         mx.eval(tokens)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(sampler._penalties.seen)
-        assert mx.get_peak_memory() - before < sampler._penalties.seen.nbytes // 2
+        mx.eval(sampler.state[1])
+        assert mx.get_peak_memory() - before < sampler.state[1].nbytes // 2
 
 
 def test_token_ids_outside_the_vocabulary_are_harmless():
@@ -143,7 +143,7 @@ def test_top_p_weighs_exactly_k_of_the_tokens_that_tie_for_top_k():
     x[0] = 2.0
     mine = SamplingParams(top_k=4, top_p=0.45)
     assert drawn(mine, x) == {0}
-    # However many of these a neighbour needs.
+    # A neighbour that sorts more of them changes nothing.
     for neighbour in (SamplingParams(top_k=20), SamplingParams(top_p=0.5)):
         sampler = make(mine, range(50), len(x))
         sampler.add(7, neighbour, 0, EMPTY, 0, EOS)
@@ -151,7 +151,7 @@ def test_top_p_weighs_exactly_k_of_the_tokens_that_tie_for_top_k():
 
 
 def test_rows_without_filters_are_not_cut_by_those_of_a_neighbour():
-    # Falling logits: what a neighbour's top_k needs are the lowest ids, all in a few blocks.
+    # The logits fall: a neighbour's top_k needs only the lowest ids, which are in a few blocks.
     x = np.linspace(1, 0, 6400).astype(np.float32)
     for neighbour in ({"top_k": 3}, {"top_k": 3, "top_p": 0.9}, {"top_p": 0.1}, {"min_p": 0.9}):
         sampler = make(SamplingParams(), range(60), len(x))

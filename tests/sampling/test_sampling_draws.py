@@ -102,7 +102,7 @@ def seeded_logits(step):
 
 
 def sampled(sampler, step):
-    """By the first row."""
+    """The token of the first row."""
     return sampler(mx.array(seeded_logits(step)[None]), np.array([0])).token_ids
 
 
@@ -155,7 +155,7 @@ def test_stream_survives_preemption(cut):
     sampler.remove(0)
     sampler.add(0, SamplingParams(presence_penalty=2.0), 9, PROMPT[:1], 1, EOS)
     sampled(sampler, 0)
-    # The same row, or another one, with all that was generated.
+    # The request comes back to its seat with all tokens that it had generated.
     known = np.array([*PROMPT, *expected[:cut]], np.int32)
     sampler.add(0, SEEDED, 1234, known, len(PROMPT), EOS)
     assert [sampled(sampler, step).item() for step in range(cut, 12)] == expected[cut:]

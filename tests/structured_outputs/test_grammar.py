@@ -113,7 +113,7 @@ def test_at_the_end_only_the_end_may_come(tokenizer):
         limits.accept(min(ids))
     limits.accept(tokenizer.eos_token_id)
     assert allowed(limits, tokenizer.vocab_size) == {tokenizer.eos_token_id}
-    limits.accept(tokenizer.eos_token_id)  # of a request that ignores it
+    limits.accept(tokenizer.eos_token_id)  # as in a request that ignores EOS
     limits.rollback(2)
     assert allowed(limits, tokenizer.vocab_size) == {tokenizer.eos_token_id}
 

@@ -1,4 +1,4 @@
-"""What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
+"""The tokens that a sampler should draw, in float64 and one row at a time; helpers to run one."""
 
 import math
 
@@ -100,7 +100,7 @@ def random_logits(seed, *shape, scale=3.0):
 
 
 def assert_fits(counts, probs):
-    """By chi-square."""
+    """Assert by chi-square that the counts follow the probabilities."""
     assert counts[probs == 0].sum() == 0
     expected, counts = probs[probs > 0] * counts.sum(), counts[probs > 0]
     stat, df = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
