@@ -172,7 +172,7 @@ def test_top_p_over_a_long_flat_tail():
     # Half of the mass in one token, the rest even over 100,000: top_p 0.75 keeps half of these.
     x = np.linspace(1e-3, 0, 100_001).astype(np.float32)
     x[0] = np.log(100_000)
-    filters = Filters(1, len(x))
+    filters = Filters(len(x), 1)
     filters.add(0, SamplingParams(top_p=0.75))
     floor = thresholds(mx.array(x[None]), filters.of_rows(np.array([0]))[1])
     assert abs((x >= floor.item()).sum() - 50_000) < 50

@@ -6,7 +6,13 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.masks import TokenMasks
-from vllm_metal_lite.sampling.processors import Drafts, LogitsProcessor, Members, Operation
+from vllm_metal_lite.sampling.processors import (
+    Drafts,
+    LogitsProcessor,
+    Members,
+    Operation,
+    SeatedRequest,
+)
 
 _ANY, _NOTHING = -1, -2  # in a word's prefix: any token; among recent tokens: no token yet
 
@@ -23,20 +29,13 @@ class BadWords(LogitsProcessor[_Words]):
     is at least one less than the longest word.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        super().__init__()
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
+        super().__init__(vocab_size)
         # Not lazy: a lazy array belongs to the thread that created it.
         self.recent = mx.array(np.full((max_num_seqs, 1), _NOTHING, np.int32))
 
-    def add(
-        self,
-        req_index: int,
-        words: Sequence[Sequence[int]],
-        generated: np.ndarray,
-        vocab_size: int,
-    ) -> None:
-        """generated: (n,) int, the tokens after the prompt."""
-        known = [list(w) for w in words if w and 0 <= w[-1] < vocab_size]
+    def add(self, req_index: int, request: SeatedRequest) -> None:
+        known = [list(w) for w in request.bad_words if w and 0 <= w[-1] < self.vocab_size]
         if not known:
             return
         longest = max(map(len, known)) - 1
@@ -48,7 +47,7 @@ class BadWords(LogitsProcessor[_Words]):
         if more > 0:
             self.recent = mx.pad(self.recent, [(0, 0), (more, 0)], constant_values=_NOTHING)
         recent = np.full(self.recent.shape[1], _NOTHING, np.int32)
-        tail = generated[-len(recent) :]
+        tail = request.token_ids[request.num_prompt_tokens :][-len(recent) :]
         recent[len(recent) - len(tail) :] = tail
         self.recent[req_index] = mx.array(recent)
 
@@ -87,7 +86,6 @@ class BadWords(LogitsProcessor[_Words]):
         return Operation(apply, count)
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
-        """Record a request's tokens of a step with drafts."""
         if req_index in self.seats:
             length = self.recent.shape[1]
             tail = mx.concatenate([self.recent[req_index], mx.array(list(token_ids), mx.int32)])

@@ -43,7 +43,7 @@ class RowFilters:
 class Filters:
     """The temperature and the filters of each seat, as their requests gave them."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
         self._vocab_size = vocab_size
         self._values = {name: np.full(max_num_seqs, off) for name, off in _OFF.items()}
 

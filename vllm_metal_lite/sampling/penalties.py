@@ -17,8 +17,8 @@ from vllm_metal_lite.sampling.processors import (
     LogitsProcessor,
     Members,
     Operation,
+    SeatedRequest,
 )
-from vllm_metal_lite.sampling_params import SamplingParams
 
 _OFF = (1, 0, 0)
 
@@ -29,16 +29,14 @@ class Penalties(LogitsProcessor[tuple[int, np.ndarray]]):
     seen: (rows, V) uint32 on the device, 2 * (times generated) + (in the prompt).
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        super().__init__()
-        self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
+        super().__init__(vocab_size)
+        self.max_num_seqs = max_num_seqs
         self._none = mx.array(np.zeros((0, vocab_size), np.uint32))
         self.seen = self._none
 
-    def add(
-        self, req_index: int, params: SamplingParams, token_ids: np.ndarray, num_prompt_tokens: int
-    ) -> None:
-        """token_ids: (n,) int, all tokens known so far; ids outside the vocabulary do not count."""
+    def add(self, req_index: int, request: SeatedRequest) -> None:
+        params, token_ids = request.params, request.token_ids
         repetition = min(max(params.repetition_penalty, 1 / LARGE), LARGE)
         values = np.array(
             [repetition, params.frequency_penalty, params.presence_penalty], np.float32
@@ -47,7 +45,7 @@ class Penalties(LogitsProcessor[tuple[int, np.ndarray]]):
             return
         counts_row = self._take_counts_row()
         in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
-        is_prompt = np.arange(len(token_ids)) < num_prompt_tokens
+        is_prompt = np.arange(len(token_ids)) < request.num_prompt_tokens
         output = token_ids[in_vocab & ~is_prompt]
         seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
         seen[token_ids[in_vocab & is_prompt]] |= 1
@@ -109,7 +107,6 @@ class Penalties(LogitsProcessor[tuple[int, np.ndarray]]):
         return Operation(apply, count)
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
-        """Count a request's tokens of a step with drafts."""
         if req_index in self.seats:
             counts_rows = mx.full(len(token_ids), self.seats[req_index][0], mx.int32)
             self.seen = self.seen.at[counts_rows, mx.array(list(token_ids), mx.int32)].add(2)

@@ -5,11 +5,13 @@ Temperature, min_p, top_k and top_p belong to the draw (`filters.py`).
 A processor keeps the option's value for each seat.  `of_rows` puts the values of a step's rows on
 the device.  An unchanged decode batch reuses the result.
 
+A new processor needs a class, and a place in the order of `Sampler`.
+
 Drafts tell a processor which drafts come before a row: a request with k drafts has 1 + k rows that
 follow one another, and row i is sampled as if the first i drafts were the request's tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -19,6 +21,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import NO_DRAFT
 from vllm_metal_lite.sampling.logits import row_numbers
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
+from vllm_metal_lite.sampling_params import SamplingParams
 
 NO_DRAFTS = np.zeros(0, np.int32)
 
@@ -72,6 +75,25 @@ class Operation:
     count: Callable[[mx.array], bool] = lambda token_ids: True
 
 
+@dataclass(frozen=True)
+class SeatedRequest:
+    """A request that takes a seat, new or resumed after preemption.
+
+    token_ids: (n,) int, all tokens known so far.  stop_token_ids: tokens that end the answer.
+    bad_words: the token ids of params.bad_words.  Ids outside the vocabulary have no effect.
+    """
+
+    params: SamplingParams
+    token_ids: np.ndarray
+    num_prompt_tokens: int
+    stop_token_ids: Set[int]
+    bad_words: Sequence[Sequence[int]]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
 class LogitsProcessor(Generic[T]):
     """One option.  T: its value for a request.
 
@@ -79,8 +101,16 @@ class LogitsProcessor(Generic[T]):
     the step has none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self.seats: dict[int, T] = {}  # by req_index
+
+    def add(self, req_index: int, request: SeatedRequest) -> None:
+        """Keep the option's value for this request, if the request has the option."""
+        raise NotImplementedError
+
+    def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
+        """Record a request's tokens of a step with drafts."""
 
     def remove(self, req_index: int) -> None:
         self.seats.pop(req_index, None)
@@ -121,8 +151,9 @@ def put_on_device(masks: TokenMasks, num_rows: int) -> Callable[[mx.array], mx.a
 class AllowedTokens(LogitsProcessor[np.ndarray]):
     """Excludes all tokens but those listed.  A seat keeps bits, see TokenMasks."""
 
-    def add(self, req_index: int, token_ids: Sequence[int], vocab_size: int) -> None:
-        self.seats[req_index] = pack_mask(token_ids, vocab_size)
+    def add(self, req_index: int, request: SeatedRequest) -> None:
+        if (token_ids := request.params.allowed_token_ids) is not None:
+            self.seats[req_index] = pack_mask(token_ids, self.vocab_size)
 
     def gather(
         self, members: Members[np.ndarray], req_indices: np.ndarray, drafts: Drafts | None
@@ -135,9 +166,9 @@ class AllowedTokens(LogitsProcessor[np.ndarray]):
 class LogitBias(LogitsProcessor[tuple[np.ndarray, np.ndarray]]):
     """Adds to the logits of some tokens.  A seat keeps (token ids, addends)."""
 
-    def add(self, req_index: int, bias: Mapping[int, float], vocab_size: int) -> None:
-        """Ids outside the vocabulary have no effect."""
-        known = {t: b for t, b in bias.items() if 0 <= t < vocab_size}
+    def add(self, req_index: int, request: SeatedRequest) -> None:
+        bias = request.params.logit_bias or {}
+        known = {t: b for t, b in bias.items() if 0 <= t < self.vocab_size}
         if known:
             addends = np.clip(np.array(list(known.values()), np.float64), -LARGE, LARGE)
             tokens = np.array(list(known), np.int32)
@@ -160,13 +191,13 @@ class MinTokens(LogitsProcessor[tuple[np.ndarray, int]]):
     num_generated: (max_num_seqs,) int, the sampler's own count.
     """
 
-    def __init__(self, num_generated: np.ndarray) -> None:
-        super().__init__()
+    def __init__(self, vocab_size: int, num_generated: np.ndarray) -> None:
+        super().__init__(vocab_size)
         self._num_generated = num_generated
 
-    def add(self, req_index: int, min_tokens: int, ends: Iterable[int], vocab_size: int) -> None:
-        known = [t for t in ends if 0 <= t < vocab_size]
-        if known and min_tokens > self._num_generated[req_index]:
+    def add(self, req_index: int, request: SeatedRequest) -> None:
+        known = [t for t in request.stop_token_ids if 0 <= t < self.vocab_size]
+        if known and (min_tokens := request.params.min_tokens) > request.num_generated:
             self.seats[req_index] = np.array(known, np.int32), min_tokens
 
     def gather(

@@ -32,6 +32,7 @@ from vllm_metal_lite.sampling.processors import (
     LogitBias,
     MinTokens,
     Operation,
+    SeatedRequest,
     put_on_device,
 )
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -81,19 +82,16 @@ class Sampler:
         self._num_logprobs = np.full(max_num_seqs, -1)  # -1: not requested
         self._seats: set[int] = set()
         self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
-        self._allowed = AllowedTokens()
-        self._bad_words = BadWords(max_num_seqs)
-        self._bias = LogitBias()
-        self._min_tokens = MinTokens(self._num_generated)
-        self._penalties = Penalties(max_num_seqs, vocab_size)
+        self._bad_words = BadWords(vocab_size, max_num_seqs)
+        self._penalties = Penalties(vocab_size, max_num_seqs)
         self._processors = (  # in the order of their application
-            self._allowed,
+            AllowedTokens(vocab_size),
             self._bad_words,
-            self._bias,
-            self._min_tokens,
+            LogitBias(vocab_size),
+            MinTokens(vocab_size, self._num_generated),
             self._penalties,
         )
-        self._filters = Filters(max_num_seqs, vocab_size)
+        self._filters = Filters(vocab_size, max_num_seqs)
         self._version = 0  # counts changes of the options
         self._metadata: _SamplingMetadata | None = None
 
@@ -118,21 +116,18 @@ class Sampler:
         self.remove(req_index)
         self._version += 1
         self._seats.add(req_index)
-        token_ids, vocab_size = np.asarray(token_ids), self.vocab_size
+        stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        token_ids = np.asarray(token_ids)
+        request = SeatedRequest(params, token_ids, num_prompt_tokens, stop_ids, bad_words)
         self._seeds[req_index] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _INCREMENT)[0]
-        self._num_generated[req_index] = len(token_ids) - num_prompt_tokens
+        self._num_generated[req_index] = request.num_generated
         if logprob_token_ids:
             self._num_logprobs[req_index] = len(logprob_token_ids)
             self._named[req_index] = logprob_token_ids
         elif params.logprobs is not None:
             self._num_logprobs[req_index] = params.logprobs
-        if params.allowed_token_ids is not None:
-            self._allowed.add(req_index, params.allowed_token_ids, vocab_size)
-        self._bad_words.add(req_index, bad_words, token_ids[num_prompt_tokens:], vocab_size)
-        self._bias.add(req_index, params.logit_bias or {}, vocab_size)
-        stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
-        self._min_tokens.add(req_index, params.min_tokens, stop_ids, vocab_size)
-        self._penalties.add(req_index, params, token_ids, num_prompt_tokens)
+        for processor in self._processors:
+            processor.add(req_index, request)
         self._filters.add(req_index, params)
 
     def remove(self, req_index: int) -> None:
@@ -203,8 +198,8 @@ class Sampler:
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Count a request's tokens of a step with drafts."""
         self._num_generated[req_index] += len(token_ids)
-        self._bad_words.accept(req_index, token_ids)
-        self._penalties.accept(req_index, token_ids)
+        for processor in self._processors:
+            processor.accept(req_index, token_ids)
 
     def _metadata_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _SamplingMetadata:
         """The metadata of these rows; an unchanged decode batch reuses its metadata."""
