@@ -79,14 +79,6 @@ def test_a_bad_value_is_refused_by_name(make, name, value):
         assert message.endswith(f", got {value!r}")
 
 
-def test_options_that_contradict_each_other():
-    message = refusal(
-        EngineConfig, error=ConfigError, long_prefill_token_threshold=100, max_model_len=50
-    )
-    assert "100" in message
-    assert "50" in message
-
-
 def test_options_cannot_change_afterwards():
     with pytest.raises(AttributeError):
         EngineConfig().block_size = 3

@@ -10,11 +10,11 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import bad_word_ids
-from vllm_metal_lite.errors import RequestError, SamplingError
+from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 from vllm_metal_lite.sampling.processors import put_on_device
-from vllm_metal_lite.sampling.sampler import Sampler, validate
+from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -152,14 +152,3 @@ def test_bad_words_need_a_tokenizer():
     with pytest.raises(RequestError, match="bad_words need a tokenizer"):
         engine.add_request("x", [1], SamplingParams(bad_words=["x"]))
     assert not engine.has_unfinished_requests()
-
-
-def test_what_is_beyond_the_vocabulary_is_refused():
-    with pytest.raises(SamplingError, match=r"allowed_token_ids .* 10, got 10"):
-        validate(SamplingParams(allowed_token_ids=[1, 10]), 10)
-    with pytest.raises(SamplingError, match=r"prompt_logprobs .* 10, got 11"):
-        validate(SamplingParams(prompt_logprobs=11), 10)
-    with pytest.raises(SamplingError, match=r"thinking .* 10, got 12"):
-        validate(SamplingParams(thinking={"start": [9], "end": [3, 12]}), 10)
-    validate(SamplingParams(allowed_token_ids=[9], logprobs=10), 10)
-    validate(SamplingParams(thinking={"start": [9], "end": [3]}), 10)

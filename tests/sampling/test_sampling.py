@@ -261,11 +261,14 @@ def test_top_p_of_bfloat16_logits_is_computed_in_float32():
     ("kw", "message"),
     [
         ({"logit_bias": {5: 1.0, 100: 1.0}}, "logit_bias .* 100, got 100"),
-        ({"stop_token_ids": [1, 250]}, "stop_token_ids .* 100, got 250"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids .* 100, got 100"),
+        ({"allowed_token_ids": [1, 100]}, "allowed_token_ids .* 100, got 100"),
+        ({"thinking": {"start": [9], "end": [3, 100]}}, "thinking .* 100, got 100"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs .* 100, got 101"),
     ],
 )
 def test_validate_names_value_and_limit(kw, message):
     with pytest.raises(SamplingError, match=message):
         validate(SamplingParams(**kw), 100)
-    validate(SamplingParams(**kw), 251)
+    validate(SamplingParams(**kw), 101)
     validate(SamplingParams(), 1)

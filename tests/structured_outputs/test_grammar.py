@@ -255,13 +255,6 @@ def test_objects_are_closed_and_data_is_not(tokenizer):
     assert json.loads(text) == {"properties": {}}
 
 
-def test_dicts_are_taken_too():
-    params = SamplingParams(structured_outputs={"regex": "a"}, thinking={"start": [1], "end": [2]})
-    assert params.structured_outputs == StructuredOutputsParams(regex="a")
-    with pytest.raises(SamplingError, match="regexp"):
-        SamplingParams(structured_outputs={"regexp": "a"})
-
-
 def test_a_model_without_a_tokenizer():
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(SamplingError, match="tokenizer"):
