@@ -49,9 +49,9 @@ def rules_of(kind: type) -> dict[str, Rule]:
 @cache
 def flags_of(kind: type) -> dict[str, Flag]:
     """The flag of each field of a dataclass that has one."""
-    rules = rules_of(kind)
+    words = {field: rule.allowed for field, rule in rules_of(kind).items()}
     return {
-        field: flag._replace(help=flag.help.format(allowed=rules[field].allowed))
+        field: flag._replace(help=flag.help.format(allowed=words.get(field)))
         for field, _, flag in _notes(kind, Flag)
     }
 

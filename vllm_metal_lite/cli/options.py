@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line, show
-from vllm_metal_lite.rules import Flag, Rule, flags_of, integer, rules_of
+from vllm_metal_lite.rules import Flag, Rule, flags_of, integer
 from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
@@ -56,21 +56,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-# Flags of `serve` beside the engine's; the first ones are fields of ServerConfig.
-_SERVER = {
-    "host": Flag("ADDRESS", "address to listen on; any address but loopback needs an API key"),
-    "port": Flag("N", "port to listen on; 0: any free port"),
-    "api_key": Flag("KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
-    "max_body_mib": Flag("N", "largest request in MiB"),
-    "max_waiting": Flag("N", "requests that may wait for a seat; more get 503"),
-    "max_logprobs": Flag("N", "log-probabilities a token that a request may ask for"),
-    "drain": Flag("S", "seconds that running requests may take when the server stops"),
-    "keep_alive": Flag(
-        "S", "seconds without a token, after which a stream gets a keep-alive event"
-    ),
-    "memory_budget_gib": Flag("N", "GiB for all models together (default: a safe value)"),
-}
-# Flags that may come several times; their names are singular.
+# Flags of `serve` that may come several times; their names are singular.
 _REPEATED = {
     "models": Flag("[NAME=]MODEL", "one more model, loaded when a request names it"),
     "pin": Flag("NAME", "load this model at the start, and never unload it"),
@@ -165,7 +151,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--log-requests", action="store_true", help="print a line a request")
-    _add(parser.add_argument_group("server options"), _SERVER, ServerConfig())
+    group = parser.add_argument_group("server options")
+    _add(group, flags_of(ServerConfig), ServerConfig())
 
 
 def add_number(
@@ -207,8 +194,12 @@ def flag(field: str) -> str:
 
 def engine_flag(field: str) -> str:
     """The name of a field in error messages: its flag if there is one, else the field's name."""
-    known = {*rules_of(EngineConfig), *_SERVER, *_REPEATED}
-    return flag(field) if field in known else field
+    kinds: list[Any] = [EngineConfig]
+    with suppress(ModuleNotFoundError):  # the server is optional
+        from vllm_metal_lite.server.settings import ServerConfig
+
+        kinds.append(ServerConfig)
+    return flag(field) if field in {f.name for kind in kinds for f in fields(kind)} else field
 
 
 def _value(text: str) -> int | float | str:
