@@ -7,10 +7,10 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.processors import (
-    Drafts,
     LogitsProcessor,
     Members,
     Operation,
+    Rows,
     SeatedRequest,
 )
 
@@ -51,9 +51,8 @@ class BadWords(LogitsProcessor[_Words]):
         recent[len(recent) - len(tail) :] = tail
         self.recent[req_index] = mx.array(recent)
 
-    def gather(
-        self, members: Members[_Words], req_indices: np.ndarray, drafts: Drafts | None
-    ) -> Operation:
+    def gather(self, members: Members[_Words], rows: Rows) -> Operation:
+        req_indices, drafts = rows
         length, counts = self.recent.shape[1], [len(last) for _, (last, _) in members]
         padded = [
             np.pad(prefix, [(0, 0), (length - prefix.shape[1], 0)], constant_values=_ANY)

@@ -13,10 +13,10 @@ from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.processors import (
     LARGE,
-    Drafts,
     LogitsProcessor,
     Members,
     Operation,
+    Rows,
     SeatedRequest,
 )
 
@@ -69,12 +69,8 @@ class Penalties(LogitsProcessor[tuple[int, np.ndarray]]):
         if not self.seats:
             self.seen = self._none
 
-    def gather(
-        self,
-        members: Members[tuple[int, np.ndarray]],
-        req_indices: np.ndarray,
-        drafts: Drafts | None,
-    ) -> Operation:
+    def gather(self, members: Members[tuple[int, np.ndarray]], rows: Rows) -> Operation:
+        req_indices, drafts = rows
         which = np.array([row for row, _ in members])
         batch_rows = ops.row_numbers(which, len(req_indices))  # None: all rows
         counts_rows = np.array([seat[0] for _, seat in members], np.int32)

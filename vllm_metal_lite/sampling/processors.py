@@ -61,6 +61,8 @@ LARGE = 1e18  # bounds options that have no limit, so that float32 holds their p
 
 T = TypeVar("T")
 Members: TypeAlias = list[tuple[int, T]]  # (row, its request's value) of rows with an option
+# Rows of a step's logits: (their req_indices, (T,) int; the drafts before them, if there are any).
+Rows: TypeAlias = tuple[np.ndarray, Drafts | None]
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,7 @@ class SeatedRequest:
 
 
 class LogitsProcessor(Generic[T]):
-    """One option.  T: its value for a request.
-
-    req_indices: (T,) int, the request of each row of a step's logits.  drafts: see `Drafts`; None:
-    the step has none.
-    """
+    """One option.  T: its value for a request."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -115,15 +113,13 @@ class LogitsProcessor(Generic[T]):
     def remove(self, req_index: int) -> None:
         self.seats.pop(req_index, None)
 
-    def of_rows(self, req_indices: np.ndarray, drafts: Drafts | None) -> Operation | None:
+    def of_rows(self, rows: Rows) -> Operation | None:
         """The option's operation for these rows; None if no row has the option."""
         seats = self.seats
-        members = [(row, seats[r]) for row, r in enumerate(req_indices.tolist()) if r in seats]
-        return self.gather(members, req_indices, drafts) if members else None
+        members = [(row, seats[r]) for row, r in enumerate(rows[0].tolist()) if r in seats]
+        return self.gather(members, rows) if members else None
 
-    def gather(
-        self, members: Members[T], req_indices: np.ndarray, drafts: Drafts | None
-    ) -> Operation | None:
+    def gather(self, members: Members[T], rows: Rows) -> Operation | None:
         raise NotImplementedError
 
 
@@ -155,11 +151,9 @@ class AllowedTokens(LogitsProcessor[np.ndarray]):
         if (token_ids := request.params.allowed_token_ids) is not None:
             self.seats[req_index] = pack_mask(token_ids, self.vocab_size)
 
-    def gather(
-        self, members: Members[np.ndarray], req_indices: np.ndarray, drafts: Drafts | None
-    ) -> Operation:
-        rows, bits = zip(*members, strict=True)
-        apply = put_on_device(TokenMasks(np.array(rows), np.stack(bits)), len(req_indices))
+    def gather(self, members: Members[np.ndarray], rows: Rows) -> Operation:
+        which, bits = zip(*members, strict=True)
+        apply = put_on_device(TokenMasks(np.array(which), np.stack(bits)), len(rows[0]))
         return Operation(lambda x, grammar: apply(x))
 
 
@@ -174,12 +168,7 @@ class LogitBias(LogitsProcessor[tuple[np.ndarray, np.ndarray]]):
             tokens = np.array(list(known), np.int32)
             self.seats[req_index] = tokens, addends.astype(np.float32)
 
-    def gather(
-        self,
-        members: Members[tuple[np.ndarray, np.ndarray]],
-        req_indices: np.ndarray,
-        drafts: Drafts | None,
-    ) -> Operation:
+    def gather(self, members: Members[tuple[np.ndarray, np.ndarray]], rows: Rows) -> Operation:
         at = _index((row, token_ids) for row, (token_ids, _) in members)
         addends = mx.array(np.concatenate([each for _, (_, each) in members]))
         return Operation(lambda x, grammar: x.astype(mx.float32).at[at].add(addends))
@@ -200,12 +189,8 @@ class MinTokens(LogitsProcessor[tuple[np.ndarray, int]]):
         if known and (min_tokens := request.params.min_tokens) > request.num_generated:
             self.seats[req_index] = np.array(known, np.int32), min_tokens
 
-    def gather(
-        self,
-        members: Members[tuple[np.ndarray, int]],
-        req_indices: np.ndarray,
-        drafts: Drafts | None,
-    ) -> Operation | None:
+    def gather(self, members: Members[tuple[np.ndarray, int]], rows: Rows) -> Operation | None:
+        req_indices, drafts = rows
         known = self._num_generated[req_indices]
         if drafts is not None:
             known = known + drafts.depth.astype(np.int32)

@@ -207,7 +207,7 @@ class Sampler:
         if drafts is None and self._metadata is not None and self._metadata.key == key:
             return self._metadata
         num_logprobs = int(self._num_logprobs[req_indices].max())
-        operations = [processor.of_rows(req_indices, drafts) for processor in self._processors]
+        operations = [processor.of_rows((req_indices, drafts)) for processor in self._processors]
         temperature, filters = self._filters.of_rows(req_indices)
         metadata = _SamplingMetadata(
             key=key,
