@@ -63,42 +63,43 @@ class Filters:
         """
         vocab_size = self._vocab_size
         given = {name: values[req_indices] for name, values in self._values.items()}
-        temperature, top_k = given["temperature"], given["top_k"]
+        temperature, top_k = given["temperature"].astype(np.float32), given["top_k"]
         if not temperature.any():
             return None, []
         has_min_p, has_top_p = given["min_p"] > 0, given["top_p"] < 1
         has_top_k = (top_k > 0) & (top_k < vocab_size)
+        if not (has_min_p | has_top_p | has_top_k).any():
+            return ops.column(temperature), []
         small = has_top_k & ops.is_small(top_k, vocab_size)
         large = ~small & (has_top_k | has_top_p)
         if small.any():  # greedy rows join as top-1: gathering the others would cost more
-            small |= temperature == 0
-            top_k = np.where(temperature == 0, 1, top_k)
+            is_greedy = temperature == 0
+            small |= is_greedy
+            top_k = np.where(is_greedy, 1, top_k)
             has_top_k |= small
-        top_k = np.where(has_top_k, top_k, vocab_size)
-        min_p_offset = np.full(len(temperature), -np.inf)
-        min_p_offset[has_min_p] = temperature[has_min_p] * np.log(given["min_p"][has_min_p])
-        tail_mass = np.where(has_top_p, 1 - given["top_p"], -1)
+        kth_index = -np.where(has_top_k, top_k, vocab_size).astype(np.int32)
+        min_p_offset = np.full(len(temperature), -np.inf, np.float32)
+        if has_min_p.any():
+            scale = given["temperature"][has_min_p]
+            min_p_offset[has_min_p] = scale * np.log(given["min_p"][has_min_p])
+        tail_mass = np.where(has_top_p, 1 - given["top_p"], -1).astype(np.float32)
         filters = []
         for mine, num_sorted in (
             (has_min_p & ~small & ~large, 0),
-            (small, int(top_k[small].max(initial=0))),
+            (small, -int(kth_index[small].min(initial=0))),
             (large, vocab_size),
         ):
             if mine.any():
                 part = RowFilters(
                     rows=ops.row_numbers(np.flatnonzero(mine), len(mine)),
                     num_sorted=num_sorted,
-                    temperature=_column(temperature[mine]),
-                    min_p_offset=_column(min_p_offset[mine]) if has_min_p[mine].any() else None,
-                    kth_index=ops.column(-top_k[mine].astype(np.int32)),
-                    tail_mass=_column(tail_mass[mine]) if has_top_p[mine].any() else None,
+                    temperature=ops.column(temperature[mine]),
+                    min_p_offset=ops.column(min_p_offset[mine]) if has_min_p[mine].any() else None,
+                    kth_index=ops.column(kth_index[mine]),
+                    tail_mass=ops.column(tail_mass[mine]) if has_top_p[mine].any() else None,
                 )
                 filters.append(part)
-        return _column(temperature), filters
-
-
-def _column(values: np.ndarray) -> mx.array:
-    return ops.column(values.astype(np.float32))
+        return ops.column(temperature), filters
 
 
 def thresholds(x: mx.array, filters: list[RowFilters]) -> mx.array:
