@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the folder of their parent
-        # What tests find about pretended devices is not remembered.
+        # Findings about pretended devices are thrown away at the end.
         cache = tempfile.TemporaryDirectory()
         config.add_cleanup(cache.cleanup)
         os.environ["XDG_CACHE_HOME"] = cache.name

@@ -25,6 +25,8 @@ from vllm_metal_lite.structured_params import StructuredOutputsParams, ThinkingP
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 NAN, INF = float("nan"), float("inf")
+FORM = "must be a StructuredOutputsParams or a dict (JSON object)"
+STRINGS = "must be a list of non-empty strings"
 
 
 # The same words everywhere
@@ -67,15 +69,13 @@ def test_an_option_is_refused_in_python_as_on_the_command_line(field, value, wor
         ("frequency_penalty", "--frequency-penalty", 3, "must be a number from -2 to 2, got 3"),
         ("max_tokens", "--max-tokens", "", "must be an integer of at least 1, got ''"),
         ("seed", "--sample-seed", 1.5, "must be an integer of 64 bits, got 1.5"),
-        ("structured_outputs", None, "yes",
-         "must be a StructuredOutputsParams or a dict (JSON object) of its fields, got 'yes'"),
+        ("structured_outputs", None, "yes", f"{FORM} of its fields, got 'yes'"),
         ("stop", None, 0, "must be a non-empty string of valid Unicode, or a list of them, got 0"),
         ("ignore_eos", None, "no", "must be true or false, got 'no'"),
         ("logit_bias", None, [], "must be a dict of token ids to finite numbers, got []"),
-        ("bad_words", None, ["\ud800"],
-         r"must be a list of non-empty strings of valid Unicode, got ['\ud800']"),
+        ("bad_words", None, ["\ud800"], rf"{STRINGS} of valid Unicode, got ['\ud800']"),
     ],
-)  # fmt: skip
+)
 def test_a_parameter_is_refused_in_python_as_in_a_line_and_as_a_flag(
     field, flag, value, words, capsys
 ):
@@ -176,8 +176,8 @@ def test_a_request_that_cannot_be_added_leaves_nothing(llm, monkeypatch):
     assert tiny.counts(llm.engine) == before
 
 
-NO_MODELS = [None, 5, b"demo", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "x" * 300 + "/y", "a\0b",
-             "\ud800", "a\nb", Path("x" * 5000), ["demo"]]  # fmt: skip
+NO_MODELS = [None, 5, b"demo", ["demo"], "~nosuchuser/x", "a\0b", "\ud800", "a\nb"]
+NO_MODELS += ["x" * 5000, "a/" * 3000, "x" * 300 + "/y", Path("x" * 5000)]
 
 
 @pytest.mark.parametrize("name", NO_MODELS, ids=lambda name: ascii(name)[:20])

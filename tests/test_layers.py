@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = "vllm_metal_lite"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-# From the bottom to the top.  Those of one line do not know each other.
+# From bottom to top.  The modules of one line do not import each other.
 LAYERS = (
     ("errors",),
     ("envs", "rules"),
@@ -55,7 +55,7 @@ OPTIONAL = {
 # here would not see such an import.
 BY_NAME = {"__init__", "checks.run_check", "cli.main"}
 IMPORTERS = ("import_module", "__import__", "resolve_name")
-# What vLLM itself is imported for, in the plugin, is not listed here.
+# The plugin's imports of vLLM are not listed here.
 FOR_TYPE_CHECKERS = {
     "__init__",  # whose names are loaded when they are first used
     "cli.startup",  # which says that it loads a model before it loads MLX
@@ -64,7 +64,7 @@ FOR_TYPE_CHECKERS = {
 
 @dataclass(frozen=True)
 class Import:
-    """target: dotted, below the package; of other packages all of it.  line: for the message."""
+    """target: the dotted name below the package, or the whole name of a module of another one."""
 
     source: str
     target: str

@@ -26,7 +26,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
 from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.turns import PreparedTurn, prepare
-from vllm_metal_lite.structured_outputs.build import build
+from vllm_metal_lite.structured_outputs import build
 
 pytestmark = pytest.mark.long
 

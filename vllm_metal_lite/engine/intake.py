@@ -168,7 +168,7 @@ def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | No
     if params.structured_outputs is None and params.thinking is None:
         return None
     try:
-        from vllm_metal_lite.structured_outputs.build import build
+        from vllm_metal_lite.structured_outputs import build
     except ModuleNotFoundError as e:
         raise SamplingError(Option("structured_outputs"), f" needs {e.name}") from e
     return build(params, model.tokenizer, model.vocab_size, model.eos_token_ids)

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite import __version__
+from vllm_metal_lite.rules import rules_of
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.params import RENAMED
@@ -59,9 +60,11 @@ def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict
         for field, described in schema["properties"].items():
             # A field without a type here has the type of SamplingParams, or is null.  Anthropic's
             # API gives the name `thinking` to something else.
-            hint = None if field == "thinking" else hints.get(RENAMED.get(field, field))
+            name = RENAMED.get(field, field)
+            hint = None if field == "thinking" else hints.get(name)
             if hint is not None and not described.keys() - {"title", "default"}:
                 described |= TypeAdapter(hint | None).json_schema(ref_template=f"{_PARTS}{{model}}")
+                described["description"] = rules_of(SamplingParams)[name].allowed
                 parts |= described.pop("$defs", {})
         content = {"application/json": {"schema": {"$ref": f"{_PARTS}{body.__name__}"}}}
         operation["requestBody"] = {"required": True, "content": content}

@@ -61,7 +61,7 @@ class FakeResult(StepResult):
 
 
 class FakeRunner:
-    """Replaces a ModelRunner.  launched: is called after each launch."""
+    """Replaces a ModelRunner.  launched: called after each launch."""
 
     def __init__(self, model: FakeModel, sampler: Sampler) -> None:
         self.model, self.sampler, self.fails = model, sampler, False
@@ -92,16 +92,16 @@ class FakeRunner:
 
 @cache
 def _loaded() -> LoadedModel:
-    """The model that an engine asks for all but forwards."""
+    """The facts that an engine reads from its model, beside its forwards."""
     return tiny.load("llama", vocab_size=VOCAB_SIZE)
 
 
 class FakeEngine(LLMEngine):
-    """An engine with these KV groups; or blocks: the number of blocks of one without a window.
+    """An engine of tokens without a real model.
 
-    ahead: steps are launched one ahead.  stops: tokens that end an answer.  num_state_slots: of a
-    recurrent layer; 0: there is none.
-    requests: all that were ever added.  steps: those whose tokens are known.
+    blocks: the KV groups, or the number of blocks of one group without a window.  ahead: steps are
+    launched one ahead.  num_state_slots: the state slots of a recurrent layer; 0: the model has no
+    such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
     """
 
     def __init__(
@@ -111,7 +111,6 @@ class FakeEngine(LLMEngine):
         max_model_len: int = 512,
         *,
         ahead: bool = False,
-        stops: Sequence[int] = (),
         num_state_slots: int = 0,
     ) -> None:
         groups = [KVGroup(num_blocks=blocks)] if isinstance(blocks, int) else blocks
@@ -123,7 +122,7 @@ class FakeEngine(LLMEngine):
             limit = StepLimit(config.max_step_seconds, compiles=False)
         scheduler = Scheduler(config, groups, max_model_len, num_state_slots, limit=limit)
         super().__init__(_loaded(), config, Parts(scheduler, runner, NoPrefixDisk()))
-        self.stops, self._launch = list(stops), self.in_flight.launch
+        self._launch = self.in_flight.launch
         self.in_flight.launch = self.launch
         tiny.run_ahead(self, ahead)
         self.in_flight.speculator = None  # another one depends on measured times
@@ -138,7 +137,7 @@ class FakeEngine(LLMEngine):
         number = len(self.requests)
         request_id = request_id or f"r{number}"
         self.intake.num_requests = fields.pop("arrival", number)
-        params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
+        params = tiny.greedy(max_tokens, ignore_eos=True)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
         asked = {"prompt_token_ids": prompt, "spans": fields.pop("spans", None)}
         self.add_request(request_id, asked, params, **how)

@@ -11,7 +11,7 @@ from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 
 def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-    """Check a pool.  block_tables: those of all owners; None: the owners are not checked."""
+    """block_tables: the tables of all owners; None: ownerships are not checked."""
     free, cached = set(pool._free), set(pool._cached)
     owned = {b for b in range(pool.num_blocks) if pool._ref[b] > 0}
     assert len(free) == pool.num_free, "a block is free twice"
@@ -40,8 +40,8 @@ def check_slots(slots: StateSlots, restored: Sequence[int] = ()) -> None:
 def check_accounts(
     kv: KVCacheManager, requests: Iterable[Request], restore: Restore | None = None
 ) -> None:
-    """requests: all unfinished ones, whose windows keep their blocks.  restore: the prefix that is
-    read from the disk."""
+    """requests: all unfinished requests, whose windows keep their blocks.  restore: the prefix that
+    is being read from the disk."""
     running = [r for r in requests if r.block_tables]
     restored: defaultdict[int, list[int]] = defaultdict(list)
     for part, place in restore.places.items() if restore else ():

@@ -9,8 +9,7 @@ PROMPTS = tiny.prompts(2, 20, 20, seed=3)
 
 
 class RunnerBench:
-    """The parts of an engine, with a seat for each prompt, greedy, and block tables filled in
-    order."""
+    """The parts of an engine.  Each prompt is a greedy request with a seat and eight blocks."""
 
     def __init__(self, prompts, num_blocks=32, name="llama"):
         engine = tiny.engine(name, attention="reference", num_blocks=num_blocks)

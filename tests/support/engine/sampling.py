@@ -1,4 +1,4 @@
-"""A reference of sampling in float64, one row at a time; and helpers that run the sampler."""
+"""The tokens that a sampler should draw, in float64 and one row at a time; helpers to run one."""
 
 import math
 
@@ -89,7 +89,7 @@ def make(params, seeds, vocab_size, prompt=EMPTY, output=EMPTY, eos=EOS):
 
 def draw(sampler, logits, steps):
     """(steps, rows) tokens, every row from the same logits (V,)."""
-    rows = np.arange(len(sampler._rows))
+    rows = np.arange(len(sampler.state[0]))
     x = mx.broadcast_to(mx.array(logits), (len(rows), len(logits)))
     out = [sampler(x, rows).token_ids for _ in range(steps)]
     return np.array(mx.stack(out))
@@ -100,7 +100,7 @@ def random_logits(seed, *shape, scale=3.0):
 
 
 def assert_fits(counts, probs):
-    """Compare frequencies by a chi-square test."""
+    """Assert by chi-square that the counts follow the probabilities."""
     assert counts[probs == 0].sum() == 0
     expected, counts = probs[probs > 0] * counts.sum(), counts[probs > 0]
     stat, df = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1

@@ -58,6 +58,6 @@ def quantised_of_16_bits(x, w, scales, biases=None, transpose=True, **how):
 
 
 def medians(rows: list[Row]) -> list[float]:
-    """Of the errors of each kind of row in a trial."""
+    """The median error of each kind of row in a trial."""
     kinds = {row.kind for row in rows}
     return [float(np.median([r.error for r in rows if r.kind == kind])) for kind in kinds]

@@ -26,6 +26,7 @@ from vllm_metal_lite.model.files.folder import (
 )
 from vllm_metal_lite.model.files.tokenizer import read_tokenizer
 from vllm_metal_lite.model.layer_weights import cast, expand
+from vllm_metal_lite.rules import flags_of
 from vllm_metal_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,16 +36,6 @@ _REFUSED = {
     "plamo3": "its decoding from a cache is wrong in mlx-lm itself",
     "phi3small": "in mlx-lm the tokens of a prompt see later tokens",
 }
-# The sampling parameters that generation_config.json may set.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 _HEAD = "lm_head.weight"
 
@@ -148,7 +139,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     except ModelLoadError as e:
         logger.warning(f"{path.parent}/{e}: the file is ignored")
         return {}
-    for name in _SAMPLING_FIELDS:
+    for name in flags_of(SamplingParams):
         if (value := config.get(name)) is not None:
             try:
                 fields[name] = getattr(SamplingParams(**{name: value}), name)
