@@ -13,7 +13,7 @@ from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import EventStream
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
+from vllm_metal_lite.server.worker.messages import Add, Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 ASK = "Tell me about a lantern in the rain."
@@ -76,14 +76,14 @@ async def test_signs_of_life_are_numbered_events():
         Add("resp_1", [1], SamplingParams(max_tokens=1)), load_tokenizer_only("demo")
     )
     news = deltas([request], lambda: ChatParser(PLAIN))
-    reply = ResponseReply(request, news, {}, False, {}, lambda token_ids, positions: [])
+    reply = ResponseReply(request, news, {}, False, {}, lambda positions: [])
     sent = []
 
     async def send(message):
         sent.extend(message.get("body", b"").decode().splitlines())
         signs = sent.count("event: response.in_progress") - 1
         if signs > 2 and not request.finished:
-            request.take([AnswerUpdate(0, [5], "", "length")])
+            request.take([Delta(0, [5], "", "length")])
 
     stream = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
     await stream({}, asyncio.Event().wait, send)

@@ -27,7 +27,6 @@ from vllm_metal_lite.server.content import (
     tool_message,
 )
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render
-from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, bad, must_be, shown_error
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
@@ -36,6 +35,7 @@ from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.stream import encode, event, sse
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
+from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 # A header that Claude Code puts before its system prompt.  Its text changes with each request, so
@@ -166,7 +166,7 @@ class MessageReply:
     def __init__(self, request: RequestState, deltas: AsyncIterator[Delta], model: str) -> None:
         self._request, self._deltas, self._model = request, deltas, model
         self._content = ContentBlocks()
-        self._finish_reason: str | None = None
+        self._last = Delta(0, [])  # the latest part of the answer
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the reply, at its end.  Raises ApiError if it has failed."""
@@ -190,7 +190,7 @@ class MessageReply:
     async def _news(self) -> AsyncIterator[bytes]:
         content = self._content
         async for delta in self._deltas:
-            self._finish_reason = delta.finish_reason
+            self._last = delta
             if news := b"".join(content.take(delta.events)):
                 yield news
         yield b"".join(content.close())
@@ -220,11 +220,10 @@ class MessageReply:
         }
 
     def _ending(self) -> dict[str, Any]:
-        (answer,) = self._request.answers
         reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
-        reason = reasons.get(self._finish_reason or "")
-        if reason is None and isinstance(answer.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
+        reason, stop = reasons.get(self._last.finish_reason or ""), self._last.stop_reason
+        if reason is None and isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": reason or "end_turn", "stop_sequence": None}
 
 

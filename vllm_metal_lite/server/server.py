@@ -74,7 +74,7 @@ class Server:
 def summary(request: RequestState) -> str:
     """A request in one line, for the log."""
     times, now = request.times, time.monotonic()
-    reasons = [answer.finish_reason or "cut short" for answer in request.answers]
+    reasons = [reason or "cut short" for reason in request.finish_reasons]
     parts = [
         f"{len(request.prompt_token_ids)} prompt tokens ({request.num_cached_tokens} cached)",
         f"{request.num_tokens} new in {now - times.arrived:.2f} s",

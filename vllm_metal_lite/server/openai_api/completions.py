@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from starlette.responses import Response
 
 from vllm_metal_lite.server.conversations import RenderedPrompt
-from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
+from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
 from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.offload import offload
@@ -18,10 +18,11 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from vllm_metal_lite.server.openai_api.prompts import Prompt, all_of, split_prompts, token_ids_of
-from vllm_metal_lite.server.openai_api.reply import ChoiceWriter, CompletionFields, Reply, Scores
+from vllm_metal_lite.server.openai_api.reply import Choice, ChoiceWriter, CompletionFields, Reply
 from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
+from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 
@@ -76,24 +77,31 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     )
     requests = await all_of(starts, len(token_ids))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
+    echoes = await offload(_echoes, body, prompts, requests, names)
     writers = [
-        _CompletionWriter(body, request, text, names)
-        for text, request in zip(texts, requests, strict=True)
-        for _ in request.answers
+        _CompletionWriter(body, request, echo, names)
+        for echo, request in zip(echoes, requests, strict=True)
+        for _ in range(params.n)
     ]
-    options, hides = body.stream_options, body.only_echoes
+    options, hides, news = body.stream_options, body.only_echoes, deltas(requests)
+    if hides:
+        news = (delta._replace(text="", token_ids=[], logprobs=[]) async for delta in news)
     reply = Reply("text_completion", serving.model_name, requests, writers, options, hides)
     if body.stream:
-        return serving.stream(reply.stream(deltas(requests)))
-    answers = await whole_answers(deltas(requests))
+        return serving.stream(reply.stream(news))
+    answers = await whole_answers(news)
     return await whole_json(lambda: reply.whole(answers))
 
 
-def _echoed(
-    prompts: Sequence[Prompt], requests: Sequence[RequestState], names: TokenNames
+def _echoes(
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    requests: Sequence[RequestState],
+    names: TokenNames,
 ) -> list[str]:
-    """The texts of the prompts."""
+    """The texts of the prompts, if they are shown."""
+    if not body.echo:
+        return [""] * len(prompts)
     return [
         prompt if isinstance(prompt, str) else names.tokenizer.decode(request.prompt_token_ids)
         for prompt, request in zip(prompts, requests, strict=True)
@@ -109,42 +117,44 @@ class _CompletionWriter(ChoiceWriter):
         self, body: CompletionRequest, request: RequestState, echo: str, names: TokenNames
     ) -> None:
         self._body, self._request, self._echo, self._names = body, request, echo, names
-        self._is_echoing = bool(body.echo)  # the next news begins with the prompt
+        self._num_characters = len(echo)  # shown so far
         self._offsets: TextOffsets | None = None
         if body.logprobs is not None:
             before = request.prompt_token_ids
             self._offsets = TextOffsets(names.tokenizer, request.params, before, len(echo))
 
-    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
-        # A whole prompt that is echoed takes long.
-        news = await offload(self._news, delta) if self._is_echoing else self._news(delta)
-        return ([{"text": news[0]}] if news[0] else []), news[1]
+    async def head(self) -> Choice | None:
+        # The log-probabilities of a whole prompt take long.
+        return await offload(self._prompt) if self._body.echo else None
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        text, scores = self._news(delta)
-        choice: dict[str, Any] = {"text": text, "logprobs": scores}
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._request.prompt_logprobs)
-        return choice
+    def _prompt(self) -> Choice:
+        """The prompt that is shown, and its log-probabilities."""
+        scores = None
+        if self._offsets is not None:
+            ids, positions = self._request.prompt_token_ids, self._request.prompt_logprobs or ()
+            offsets = echoed_offsets(self._names, ids, self._echo)
+            scores = legacy_logprobs(ids, positions, offsets, self._names)
+        return {"text": self._echo, "logprobs": scores}
 
-    def _news(self, delta: Delta) -> tuple[str, Scores]:
-        """New text and its log-probabilities; those of an echoed prompt come first."""
-        text, token_ids = delta.text, delta.token_ids
-        positions: list[Any] = list(delta.logprobs or ())
-        if self._body.only_echoes:
-            text, token_ids, positions = "", [], []
-        is_echoing, self._is_echoing = self._is_echoing, False
-        if is_echoing:
-            text = self._echo + text
+    def news(self, delta: Delta) -> list[Choice]:
+        return [{"text": delta.text}] if delta.text else []
+
+    def scores(self, delta: Delta) -> dict[str, list[Any]] | None:
         if self._offsets is None:
-            return text, None
-        offsets = self._offsets.add(token_ids)
-        if delta.answer.finished:  # tokens of a stop string have no text
-            end = len(self._echo) + len(delta.answer.text)
-            offsets = [min(offset, end) for offset in offsets]
-        if is_echoing:
-            prompt_ids = self._request.prompt_token_ids
-            offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
-            token_ids = prompt_ids + token_ids
-            positions = [*(self._request.prompt_logprobs or ()), *positions]
-        return text, legacy_logprobs(token_ids, positions, offsets, self._names)
+            return None
+        self._num_characters += len(delta.text or "")
+        offsets = self._offsets.add(delta.token_ids)
+        if delta.finish_reason is not None:  # tokens of a stop string have no text
+            offsets = [min(offset, self._num_characters) for offset in offsets]
+        return legacy_logprobs(delta.token_ids, delta.logprobs or (), offsets, self._names)
+
+    def whole(self, delta: Delta) -> Choice:
+        scores = self.scores(delta)
+        if scores is not None and self._body.echo:
+            of_prompt = self._prompt()["logprobs"]
+            scores = {name: of_prompt[name] + values for name, values in scores.items()}
+        choice: Choice = {"text": self._echo + (delta.text or ""), "logprobs": scores}
+        if self._body.prompt_logprobs is not None:
+            found = self._request.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_logprobs(found, self._names)
+        return choice

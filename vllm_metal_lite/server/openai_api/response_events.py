@@ -5,17 +5,17 @@ An item is a message, thoughts or a call.  Deltas extend its text or the call's 
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Event, Text
 from vllm_metal_lite.server.blocks import Blocks
-from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.errors import shown_error
 from vllm_metal_lite.server.openai_api.response_tools import Callee, FreeformInput
 from vllm_metal_lite.server.stream import event
+from vllm_metal_lite.server.worker.messages import Delta, Position
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Logprobs = list[dict[str, Any]]
@@ -191,8 +191,8 @@ def _call(callee: Callee) -> tuple[_ItemType, dict[str, Any]]:
     return _CALL, {"type": "function_call", **fields, "arguments": ""}
 
 
-# logprobs of tokens as the API shows them.
-LogprobsOf = Callable[[list[int], Positions | None], Logprobs]
+# The log-probabilities of positions as the API shows them.
+LogprobsOf = Callable[[Iterable[Position]], Logprobs]
 
 
 class ResponseReply:
@@ -248,7 +248,7 @@ class ResponseReply:
         async for delta in self._deltas:
             self._is_cut = delta.finish_reason == "length"
             self._num_reasoning_tokens += delta.num_reasoning_tokens
-            output.unshown += self._scores(delta.token_ids, delta.logprobs)
+            output.unshown += self._scores(delta.logprobs or ())
             events = delta.events
             if output.unshown and delta.finish_reason is not None and output.kind == "text":
                 events = [*events, Text("")]  # the last log-probabilities may have no text

@@ -1,6 +1,7 @@
 """`/v1/responses`, without a store: each request brings the whole conversation as input items."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +12,6 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.content import function_call, result_text, text_of, tool_message
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
-from vllm_metal_lite.server.deltas import Positions
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
@@ -232,11 +232,7 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     conversation = ChatRequest(messages, tools=given, choice=choice, effort=effort)
     request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0
-
-    def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
-        found = chat_logprobs(token_ids, positions, top=top, names=names)
-        return [] if found is None else found["content"]
-
+    scores = partial(chat_logprobs, top=top, names=names)
     echo = body.echo(serving.model_name, request.params, tools)
     reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
     if body.stream:

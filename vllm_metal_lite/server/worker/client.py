@@ -15,7 +15,7 @@ from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.text_model import ModelFacts, TextModel
 from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
-from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, AnswerUpdate, EngineLost
+from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, Delta, EngineLost
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
@@ -183,12 +183,20 @@ class EngineClient:
                 reply.set_exception(error)
                 reply.exception()  # perhaps no caller waits for it
 
-    def stepped(self, updates: dict[str, list[AnswerUpdate]]) -> None:
-        """A step has brought these updates, by request id."""
-        for request_id, of_request in updates.items():
+    def prefilled(self, request_id: str, *prefill: Any) -> None:
+        """What the prompt of a request has given, before its first `stepped`.
+
+        prefill: the arguments of `RequestState.prefilled`.
+        """
+        if (request := self.requests.get(request_id)) is not None:
+            request.prefilled(*prefill)
+
+    def stepped(self, news: dict[str, list[Delta]]) -> None:
+        """The deltas of a step, by request id."""
+        for request_id, deltas in news.items():
             request = self.requests.get(request_id)
             if request is not None:
-                request.take(of_request)
+                request.take(deltas)
                 if request.finished:
                     self.not_finite |= request.not_finite
                     self._drop(request_id)
