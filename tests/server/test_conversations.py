@@ -40,7 +40,8 @@ def render(tokenizer, *messages, with_checkpoints=True, **fields):
 
 def shown(tokenizer, prompt):
     """The text before each checkpoint."""
-    return [tokenizer.decode(prompt.token_ids[:position]) for position in prompt.checkpoints]
+    token_ids, checkpoints = prompt
+    return [tokenizer.decode(token_ids[:position]) for position in checkpoints]
 
 
 def test_systems_at_the_front_become_one():
@@ -69,9 +70,8 @@ def test_a_loop_of_calls_has_a_checkpoint_at_its_end(tokenizer):
 
 
 def test_other_models_get_none(tokenizer):
-    plain = render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False)
-    assert plain.checkpoints == ()
-    assert plain.token_ids == render(tokenizer, SYSTEM, user("hi")).token_ids
+    token_ids, _ = render(tokenizer, SYSTEM, user("hi"))
+    assert render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False) == (token_ids, ())
 
 
 def test_an_answer_to_be_gone_on_with(tokenizer):
@@ -134,7 +134,7 @@ def test_a_template_that_refuses_other_conversations_costs_checkpoints_only(toke
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     three = [user("a"), assistant("b"), user("c d")]
-    assert len(render(tokenizer, *three).checkpoints) == 2
+    assert len(render(tokenizer, *three)[1]) == 2
     with pytest.raises(RequestError, match="three"):
         render(tokenizer, *three, user("d"))
 
@@ -167,8 +167,8 @@ def test_recurrent_models_find_states_where_conversations_part(hybrid, tokenizer
 
     def prefix(*messages):
         """Tokens that are cached behind these messages, at least."""
-        rendered = render(tokenizer, *messages, add_generation_prompt=False, with_checkpoints=False)
-        return (len(rendered.token_ids) - 1) // BLOCK * BLOCK
+        token_ids, _ = render(tokenizer, *messages, add_generation_prompt=False)
+        return (len(token_ids) - 1) // BLOCK * BLOCK
 
     question = user("Tell me about a lantern. " * 5)
     cached, answer = ask(running, SYSTEM, question)

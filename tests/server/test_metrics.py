@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.server.command import eventually
 from tests.support.server.raw_http import CHAT
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.messages import Add, Delta, EngineLost
@@ -60,7 +59,7 @@ async def generating(running, prompt, params):
     async with AsyncExitStack() as stack:
         model, engine = await stack.enter_async_context(running.server.models.use(None))
         serving = Serving(running.server, model.name, engine, stack)
-        yield await serving.generate("test-", RenderedPrompt(prompt), params), engine
+        yield await serving.generate("test-", prompt, params), engine
 
 
 def generate(running, prompt, params, take=None):

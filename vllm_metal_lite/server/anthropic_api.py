@@ -285,8 +285,8 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
-    prompt = await render(serving.model, body.conversation(), to_run=False)
-    return JSONResponse({"input_tokens": len(prompt.token_ids)})
+    token_ids, _ = await render(serving.model, body.conversation(), to_run=False)
+    return JSONResponse({"input_tokens": len(token_ids)})
 
 
 def message_tools(definitions: Any, choice: Any) -> tuple[list[Tool], ToolChoice]:

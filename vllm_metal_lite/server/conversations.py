@@ -54,12 +54,9 @@ class ChatRequest:
         }
 
 
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """checkpoints: numbers of tokens that other prompts may share before they differ."""
-
-    token_ids: list[int]
-    checkpoints: tuple[int, ...] = ()
+# A rendered prompt: its token ids, and its checkpoints: numbers of tokens that other prompts may
+# share before they differ.
+Rendered = tuple[list[int], tuple[int, ...]]
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
@@ -71,9 +68,7 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num_first:]]
 
 
-async def render(
-    model: TextModel, conversation: ChatRequest, *, to_run: bool = True
-) -> RenderedPrompt:
+async def render(model: TextModel, conversation: ChatRequest, *, to_run: bool = True) -> Rendered:
     """Render a conversation with the model's chat template.  Raises RequestError with the
     template's message, ContextOverflow for a conversation that is far too long.
 
@@ -83,9 +78,7 @@ async def render(
     return await offload(render_prompt, model, conversation, with_checkpoints)
 
 
-def render_prompt(
-    model: TextModel, conversation: ChatRequest, with_checkpoints: bool
-) -> RenderedPrompt:
+def render_prompt(model: TextModel, conversation: ChatRequest, with_checkpoints: bool) -> Rendered:
     """with_checkpoints: for models whose requests can start at some positions only."""
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
@@ -99,12 +92,12 @@ def render_prompt(
             render=template.render,
             encode_text=partial(model.encode_text, most=most, check=check_wanted),
         )
-        token_ids, checkpoints = prompt.turn(
+        rendered = prompt.turn(
             template.prepare(conversation.messages),
             conversation.add_generation_prompt,
             conversation.variables(template),
         )
-    return RenderedPrompt(token_ids, checkpoints)
+    return rendered
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from functools import partial
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.conversations import ChatRequest, RenderedPrompt, render
+from vllm_metal_lite.server.conversations import ChatRequest, render
 from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
@@ -22,9 +22,14 @@ _TAIL = 16  # tokens at a prompt's end that may open thoughts
 
 @dataclass(frozen=True)
 class PreparedTurn:
-    """A conversation made ready for its answer.  make_parser: makes the parser of an answer."""
+    """A conversation made ready for its answer.
 
-    prompt: RenderedPrompt
+    token_ids, checkpoints: see `conversations.Rendered`.  make_parser: makes the parser of an
+    answer.
+    """
+
+    token_ids: list[int]
+    checkpoints: tuple[int, ...]
     params: SamplingParams
     make_parser: Callable[[], ChatParser]
 
@@ -36,7 +41,8 @@ async def answer(
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.model, conversation, params)
-    request = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
+    options = {"checkpoints": turn.checkpoints, **body.scheduling()}
+    request = await serving.generate(prefix, turn.token_ids, turn.params, **options)
     return request, deltas([request], turn.make_parser, conversation.choice.parallel)
 
 
@@ -59,8 +65,8 @@ async def prepare(
     is_held = form is not None and form is not asked  # a grammar holds the calls
     if form is not None and is_held:
         await check_calls(form, [tool for tool in tools if choice.name in (None, tool.name)])
-    prompt = await render(model, conversation)
-    in_reasoning, thinking_closed = _reasoning(model, conversation, prompt)
+    token_ids, checkpoints = await render(model, conversation)
+    in_reasoning, thinking_closed = _reasoning(model, conversation, token_ids)
     thinking = _thinking(model, conversation, in_reasoning, form is not None)
     bad_words, skips, special = params.bad_words, params.skip_special_tokens, model.special_tokens
     if choice.mode == "none" and tools:
@@ -82,11 +88,11 @@ async def prepare(
     may_think = not thinking_closed or (form is None and conversation.add_generation_prompt)
     rules["may_think"] = may_think
     make_parser = partial(ChatParser, chat_format, tools, hidden=hidden, **rules)
-    return PreparedTurn(prompt, params, make_parser)
+    return PreparedTurn(token_ids, checkpoints, params, make_parser)
 
 
 def _reasoning(
-    model: TextModel, conversation: ChatRequest, prompt: RenderedPrompt
+    model: TextModel, conversation: ChatRequest, token_ids: list[int]
 ) -> tuple[bool, bool]:
     """(The prompt ends inside a thinking block, the prompt has already closed it)."""
     chat_format, begun = model.chat_format, ""
@@ -96,7 +102,7 @@ def _reasoning(
             return False, False
         begun = last["content"].strip()
     # A token may be a quarter of a character.
-    tail = model.tokenizer.decode(prompt.token_ids[-_TAIL - 4 * len(begun) :])
+    tail = model.tokenizer.decode(token_ids[-_TAIL - 4 * len(begun) :])
     head, thoughts = tail[: max(tail.rfind(begun), 0)], chat_format.thoughts
     if not begun or thoughts is None:
         return chat_format.opens_reasoning(head), chat_format.closes_reasoning(head)

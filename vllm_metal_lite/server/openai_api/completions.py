@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
 from vllm_metal_lite.server.limits import check_logprobs
@@ -71,10 +70,7 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         special = body.add_special_tokens is not False
         token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
         check_logprobs([len(ids) for ids in token_ids], model.facts.max_model_len, params)
-    starts = (
-        serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
-        for ids in token_ids
-    )
+    starts = (serving.generate("cmpl-", ids, params, **body.scheduling()) for ids in token_ids)
     requests = await all_of(starts, len(token_ids))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     echoes = await offload(_echoes, body, prompts, requests, names)

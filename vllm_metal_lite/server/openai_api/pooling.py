@@ -15,7 +15,7 @@ from vllm_metal_lite.engine.pooling import checked, truncate
 from vllm_metal_lite.engine.prompt_ids import as_list, encode
 from vllm_metal_lite.engine.scores import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
+from vllm_metal_lite.server.conversations import check_length
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, must_be
 from vllm_metal_lite.server.limits import MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS
 from vllm_metal_lite.server.offload import offload
@@ -188,8 +188,7 @@ async def _pool(
     most = min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting)
 
     async def run(ids: list[int]) -> RequestState:
-        prompt = RenderedPrompt(ids)
-        request = await serving.generate("embd-", prompt, params, **body.scheduling())
+        request = await serving.generate("embd-", ids, params, **body.scheduling())
         await request.complete()
         return request
 

@@ -21,8 +21,7 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 Logprobs = list[dict[str, Any]]
 
 
-# Encodes an event: its kind, its fields -> its bytes.
-WriteEvent = Callable[..., bytes]
+WriteEvent = Callable[..., bytes]  # encodes an event: its kind, its fields -> its bytes
 
 
 def numbered_events() -> WriteEvent:
@@ -35,8 +34,9 @@ def numbered_events() -> WriteEvent:
 class _ItemType:
     """How items of one type are streamed.
 
-    text: prefix of the text's events.  name: the field that holds the text.  If a part of the item
-    holds the text: part, the prefix of the part's events; part_type; parts, the item's list.
+    text: the prefix of the text's events.  name: the field that holds the text.  If a part of the
+    item holds the text: part is the prefix of the part's events, part_type its type, and parts the
+    item's list of parts.
     """
 
     id_prefix: str
@@ -58,88 +58,13 @@ _CALL = _ItemType("fc", "response.function_call_arguments", "arguments")
 _CUSTOM_CALL = _ItemType("ctc", "response.custom_tool_call_input", "input")
 
 
-class _Item:
-    """An output item that grows.  fields: its JSON at the beginning."""
-
-    def __init__(
-        self,
-        write: WriteEvent,
-        item_type: _ItemType,
-        suffix: str,
-        index: int,
-        fields: dict[str, Any],
-    ) -> None:
-        item_id = f"{item_type.id_prefix}_{suffix}_{index}"
-        self.type, self.fields = item_type, {"id": item_id, **fields, "status": "in_progress"}
-        self._write, self._index, self._texts = write, index, list[str]()
-        self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
-        if item_type.parts:
-            self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
-        self._logprobs: Logprobs = []
-        self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
-
-    def open(self) -> Iterator[bytes]:
-        event = self._write
-        yield event("response.output_item.added", output_index=self._index, item=self.fields)
-        if self.type.part:
-            yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
-
-    def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
-        """logprobs: those of a message's tokens."""
-        yield from self._add(text if self._input is None else self._input.feed(text), logprobs)
-
-    def _add(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
-        self._texts.append(text)
-        scored = {"logprobs": logprobs} if self.type is _MESSAGE else {}
-        if text or any(scored.values()):
-            self._logprobs += logprobs
-            yield self._write(f"{self.type.text}.delta", **self._at, delta=text, **scored)
-
-    def close(self, status: str) -> Iterator[bytes]:
-        """Complete `fields`, and end the item's events.
-
-        A client runs a call when its item is done.  A function call that was cut short fails,
-        because its arguments are not JSON.  The input of a custom tool is any text, so its item is
-        never done.
-        """
-        if self._input is not None:
-            yield from self._add(self._input.close(), [])
-        item_type, event = self.type, self._write
-        text = "".join(self._texts)
-        self.fields["status"] = status
-        if item_type.parts:
-            self.fields[item_type.parts] = [self._part(text)]
-        else:
-            self.fields[item_type.name] = text
-        if self.is_broken:
-            return
-        done: dict[str, Any] = {**self._at, item_type.name: text}
-        if item_type is _MESSAGE:
-            done["logprobs"] = self._logprobs
-        if item_type is _CALL:
-            done["name"] = self.fields["name"]
-        yield event(f"{item_type.text}.done", **done)
-        if item_type.part:
-            yield event(f"{item_type.part}.done", **self._at, part=self._part(text))
-        yield event("response.output_item.done", output_index=self._index, item=self.fields)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether no client may take the item as done."""
-        return self.type is _CUSTOM_CALL and self.fields["status"] == "incomplete"
-
-    def _part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.type.part_type, "text": text}
-        if self.type is _MESSAGE:
-            part |= {"annotations": [], "logprobs": self._logprobs}
-        return part
-
-
 class OutputItems(Blocks[bytes]):
-    """The items of a response.
+    """The items of a response.  The last one grows.
 
     suffix: the end of the items' ids.  callees, with_summary: see ResponseReply.
+    items: their JSON.
     unshown: log-probabilities of tokens whose text is still to come.
+    is_broken: the input of a custom tool was cut short.
     """
 
     def __init__(
@@ -147,17 +72,9 @@ class OutputItems(Blocks[bytes]):
     ) -> None:
         self._write, self._suffix, self._callees = write, suffix, callees
         self._thoughts = _SUMMARY if with_summary else _THOUGHTS
-        self._items: list[_Item] = []
+        self.items: list[dict[str, Any]] = []
         self.unshown: Logprobs = []
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        return [item.fields for item in self._items]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the input of a custom tool was cut short."""
-        return any(item.is_broken for item in self._items)
+        self.is_broken = False
 
     def _take(self, event: Event) -> Iterator[bytes]:
         yield from super()._take(event)
@@ -169,15 +86,65 @@ class OutputItems(Blocks[bytes]):
             item_type, fields = self._thoughts, {"type": "reasoning", "summary": []}
         elif self.kind == "call":
             item_type, fields = _call(self._callees[name])
-        index = len(self._items)
-        self._items.append(_Item(self._write, item_type, self._suffix, index, fields))
-        yield from self._items[-1].open()
+        index = len(self.items)
+        item_id = f"{item_type.id_prefix}_{self._suffix}_{index}"
+        # The item that grows: its type, its texts and their log-probabilities, and the fields of
+        # its events that tell its place.
+        self._type, self._texts, self._logprobs = item_type, list[str](), list[Any]()
+        self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
+        self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        if item_type.parts:
+            self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
+        item = {"id": item_id, **fields, "status": "in_progress"}
+        self.items.append(item)
+        yield self._write("response.output_item.added", output_index=index, item=item)
+        if item_type.part:
+            yield self._write(f"{item_type.part}.added", **self._at, part=self._part(""))
 
     def _grow(self, text: str) -> Iterator[bytes]:
-        yield from self._items[-1].grow(text, self.unshown)
+        yield from self._add(text if self._input is None else self._input.feed(text))
+
+    def _add(self, text: str) -> Iterator[bytes]:
+        self._texts.append(text)
+        scored = {"logprobs": self.unshown} if self._type is _MESSAGE else {}
+        if text or any(scored.values()):
+            self._logprobs += self.unshown
+            yield self._write(f"{self._type.text}.delta", **self._at, delta=text, **scored)
 
     def _end(self, is_whole: bool) -> Iterator[bytes]:
-        yield from self._items[-1].close("completed" if is_whole else "incomplete")
+        """Complete the item, and end its events.
+
+        A client runs a call when its item is done.  A function call that was cut short fails,
+        because its arguments are not JSON.  The input of a custom tool is any text, so its item is
+        never done.
+        """
+        if self._input is not None:
+            yield from self._add(self._input.close())
+        item_type, item, write = self._type, self.items[-1], self._write
+        text = "".join(self._texts)
+        item["status"] = "completed" if is_whole else "incomplete"
+        if item_type.parts:
+            item[item_type.parts] = [self._part(text)]
+        else:
+            item[item_type.name] = text
+        if item_type is _CUSTOM_CALL and not is_whole:
+            self.is_broken = True
+            return
+        done: dict[str, Any] = {**self._at, item_type.name: text}
+        if item_type is _MESSAGE:
+            done["logprobs"] = self._logprobs
+        if item_type is _CALL:
+            done["name"] = item["name"]
+        yield write(f"{item_type.text}.done", **done)
+        if item_type.part:
+            yield write(f"{item_type.part}.done", **self._at, part=self._part(text))
+        yield write("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._type.part_type, "text": text}
+        if self._type is _MESSAGE:
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
 
 
 def _call(callee: Callee) -> tuple[_ItemType, dict[str, Any]]:
