@@ -13,7 +13,6 @@ import pytest
 from tests.support.server.kit import Running, serving
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
@@ -77,5 +76,5 @@ def scripted() -> Iterator[Script]:
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(TextModel, "chat_format", HERMES)
+        running.model.chat_format = HERMES
         yield script
