@@ -19,8 +19,9 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: token ids of the texts that must not appear.  constraint: what else limits the
-    tokens.  pooling: set if the request only reads its prompt.
+    bad_words: the token ids of the texts that must not appear.
+    constraint: a grammar or another object that limits the tokens.
+    pooling: the parameters of a request that only reads its prompt.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.bad_words, self.constraint, self.pooling = bad_words, constraint, pooling
-        # Their log-probabilities become the `pooled` of the result.
+        # The log-probabilities of these tokens become the result's `pooled`.
         self.score_token_ids = () if pooling is None else pooling.score_token_ids or ()
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
@@ -62,7 +63,7 @@ class Answer:
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """First prompt position that still scores the next token; None: none requested."""
+        """The first prompt position whose next token has no score yet; None if none are wanted."""
         scored = self.result.prompt_logprobs
         if scored is None or self.output.index != 0:
             return None
@@ -81,7 +82,7 @@ class Answer:
         """Take the tokens of a step's rows; True when one ends the answer."""
         try:
             return self._take(result, rows)
-        except Exception as e:  # no other answer of the step must end
+        except Exception as e:  # the other answers of the step must go on
             self.abort(f"the answer cannot be recorded: {one_line(e)}")
             return True
 
@@ -144,7 +145,7 @@ class Answer:
         return True
 
     def abort(self, error: str = "") -> None:
-        """End the answer with its current tokens.  error: why; "": somebody wanted the end."""
+        """End the answer with its current tokens.  error: the reason; "" for a wanted end."""
         self.output.error = error or None
         self._end_text(len(self._token_ids))
         self._finish("error" if error else "abort")

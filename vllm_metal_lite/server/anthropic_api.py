@@ -124,7 +124,7 @@ _DELTA_TYPES = {
 
 
 class ContentBlocks(Blocks[bytes]):
-    """blocks: the content blocks of a whole reply; the last one may be open."""
+    """The content blocks of a reply.  blocks: their JSON; the last one may still grow."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
@@ -152,7 +152,7 @@ class ContentBlocks(Blocks[bytes]):
             block["input"] = arguments_of(text)
         else:
             block[block["type"]] = text
-        if self.kind == "thoughts":  # clients want a signature, and check none
+        if self.kind == "thoughts":  # clients need the field, and do not check its value
             yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
         yield self._event("stop")
 
@@ -236,7 +236,7 @@ _MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
 
 
 class CountTokensRequest(Body):
-    """system: checked with the messages.  context_management: has no effect."""
+    """system: a text or blocks, checked with the messages.  context_management: has no effect."""
 
     messages: list[dict[str, Any]]
     system: Any = None
@@ -314,7 +314,8 @@ def _choice(tools: dict[str, Tool], choice: Any) -> ToolChoice:
 
 
 def thinking_of(thinking: Any, output_config: Any) -> tuple[bool | None, str | None, int | None]:
-    """(whether to think, effort, most tokens of thoughts); None: the request does not say.
+    """(whether to think, the effort, the budget of thoughts in tokens).  None: the request does not
+    say.
 
     thinking: {"type": "enabled", "budget_tokens": N}, {"type": "disabled"}, {"type": "adaptive"}.
     output_config: {"effort": ...}.

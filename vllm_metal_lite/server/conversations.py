@@ -24,10 +24,12 @@ _ANY = ToolChoice()
 class ChatRequest:
     """A conversation, in one form for the three chat APIs.
 
-    messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
-    (text), tool_calls, reasoning_content, ...  template: more variables for the template.
+    messages: messages in the form of chat templates: role ("system", "user", "assistant", "tool"),
+    content (text), tool_calls, reasoning_content, ...
+    template: more variables for the template.
     enable_thinking, effort: whether, and how much, to think; None: the template's default.
-    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must make.
+    thinking_budget: the largest number of tokens of thoughts.
+    choice: the calls that the answer may or must make.
     """
 
     messages: Sequence[Message]
@@ -79,7 +81,11 @@ async def render(model: TextModel, conversation: ChatRequest, *, to_run: bool = 
 
 
 def render_prompt(model: TextModel, conversation: ChatRequest, with_checkpoints: bool) -> Rendered:
-    """with_checkpoints: for models whose requests can start at some positions only."""
+    """`render` on the caller's thread.
+
+    with_checkpoints: also find checkpoints, for models whose requests can start at some positions
+    only.
+    """
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))
@@ -102,7 +108,7 @@ def render_prompt(model: TextModel, conversation: ChatRequest, with_checkpoints:
 
 @contextmanager
 def overflow(model: TextModel) -> Iterator[None]:
-    """Raises ContextOverflow for a prompt whose tokens are too many to count."""
+    """Inside of the block, a prompt with too many tokens to count raises ContextOverflow."""
     try:
         yield
     except PromptTooLong as e:

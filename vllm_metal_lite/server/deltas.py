@@ -35,17 +35,17 @@ class AnswerReader:
         """The next delta of the answer, as an API needs it."""
         text = self._text(delta)
         reason, events = delta.finish_reason, self._parser.feed(text)
-        has_thoughts = self._thinks and not events
-        for event in events:
-            self._thinks = isinstance(event, Reasoning)
-            has_thoughts = has_thoughts or self._thinks
-            # A malformed call before the answer's end counts: the client sees that its arguments
-            # are not JSON, and tells the model.
-            self._has_call = self._has_call or isinstance(event, ToolCallEnd)
+        kinds = [type(event) for event in events]
+        has_thoughts = Reasoning in kinds if kinds else self._thinks
+        if kinds:
+            self._thinks = kinds[-1] is Reasoning
+        # A malformed call before the answer's end counts: the client sees that its arguments are
+        # not JSON, and tells the model.
+        self._has_call |= ToolCallEnd in kinds
         if reason is not None:
             events += (last := self._parser.close())
             # A truncated call does not count, because the client must not run it.
-            self._has_call = self._has_call or ToolCallEnd(is_whole=True) in last
+            self._has_call |= ToolCallEnd(is_whole=True) in last
         self.is_over, is_whole = reason is not None, reason == "stop"
         if not self._parallel and (count := _up_to_first_call(events)):
             events, self.is_over = events[:count], True

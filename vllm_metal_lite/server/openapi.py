@@ -57,8 +57,8 @@ def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict
         parts |= schema.pop("$defs", {})
         hints = get_type_hints(SamplingParams)
         for field, described in schema["properties"].items():
-            # A field without a type here has the type of SamplingParams, or is null.  Anthropic's
-            # API gives the name `thinking` to something else.
+            # A field without a type in the body has the type of SamplingParams, or is null.  In
+            # Anthropic's API `thinking` is another field.
             hint = None if field == "thinking" else hints.get(RENAMED.get(field, field))
             if hint is not None and not described.keys() - {"title", "default"}:
                 described |= TypeAdapter(hint | None).json_schema(ref_template=f"{_PARTS}{{model}}")

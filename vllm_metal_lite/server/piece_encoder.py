@@ -36,7 +36,7 @@ class PieceEncoder:
         self._num_kept = 0
         self._lock = Lock()
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
-        # As the tokenizer does: it looks for normalized tokens between the others.
+        # Two stages, as in the tokenizer: it looks for normalized tokens between the others.
         self._stages = [
             _any_of([t.content for t in added if t.normalized == normalized])
             for normalized in (False, True)
@@ -50,8 +50,11 @@ class PieceEncoder:
     def __call__(
         self, text: str, most: int = sys.maxsize, check: Callable[[], None] = lambda: None
     ) -> list[int]:
-        """most: a text of more tokens raises PromptTooLong, early.  check: may raise, to end the
-        work."""
+        """The token ids of a text.
+
+        most: a text of more tokens raises PromptTooLong, before all of it is encoded.
+        check: a function that is called now and then, and may raise to end the work.
+        """
         token_ids: list[int] = []
         num_read = 0
         for piece in self._pieces(text):

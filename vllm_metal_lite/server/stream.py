@@ -58,9 +58,10 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """Sends events as they come.
 
-    events: encoded events.  keep_alive: an event that the client's parser ignores, or a function
-    that makes it; sent after `seconds` without an event.  resources: closed at the end, also if the
-    client goes.
+    events: encoded events.
+    keep_alive: an event that the client's parser ignores, or a function that makes one.  It is sent
+    after `seconds` without an event.
+    resources: they are closed at the end, also if the client goes.
     """
 
     def __init__(
@@ -105,13 +106,14 @@ class EventStream(Response):
 
 
 def sse(data: str, event: str | None = None) -> bytes:
-    """One event.  data: one line, such as JSON."""
+    """The bytes of one event.  data: one line, such as JSON."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data}\n\n".encode()
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """An event whose data is an object; both have the type."""
+    """The bytes of an event whose data is an object.  Both the event and the object name the
+    type."""
     return sse(encode({"type": kind, **fields}), kind)
 
 

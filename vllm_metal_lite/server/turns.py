@@ -37,7 +37,10 @@ class PreparedTurn:
 async def answer(
     serving: Serving, body: SamplingFields, conversation: ChatRequest, prefix: str
 ) -> tuple[RequestState, AsyncIterator[Delta]]:
-    """The request for a conversation's next answer, and its deltas.  prefix: its id's start."""
+    """The request for a conversation's next answer, and the answer's deltas.
+
+    prefix: the start of the request's id.
+    """
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.model, conversation, params)
@@ -114,7 +117,8 @@ def _reasoning(
 def _thinking(
     model: TextModel, conversation: ChatRequest, in_reasoning: bool, has_form: bool
 ) -> ThinkingParams | None:
-    """The thoughts that come before the answer's form, or have a budget; None: neither."""
+    """The parameters of thoughts that come before the answer's form, or have a budget; None if
+    neither is so."""
     thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget
     if thoughts is None:
         return None

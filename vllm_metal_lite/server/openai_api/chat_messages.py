@@ -91,7 +91,11 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
 
 
 def _message(message: Mapping[str, Any], where: str, follows_tool: bool) -> Message:
-    """follows_tool: the message before is a tool's; agents send its pictures as the user's."""
+    """One message.
+
+    follows_tool: the message before is a tool's.  Agents send the pictures of a result in a message
+    of the user.
+    """
     role = required_text(message, "role", where)
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)

@@ -26,11 +26,12 @@ from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 
-_STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
+_STEPS_AHEAD = 2  # one request keeps prompts for so many full steps in the engine's queue
 
 
 class PoolingBody(ScheduledBody):
-    """truncate_prompt_tokens: cut longer prompts; -1: to the context; None: refuse them."""
+    """truncate_prompt_tokens: the length to which longer prompts are cut.  -1 means the context;
+    None refuses longer prompts."""
 
     prompt_fields: ClassVar[tuple[str, ...]] = ("input",)
     truncate_prompt_tokens: int | None = None
@@ -54,7 +55,7 @@ class PoolingBody(ScheduledBody):
 
 
 class EmbeddingRequest(PoolingBody):
-    """prompt_name: the model's prompt to put before each text."""
+    """prompt_name: the name of the model's prompt that goes before each text."""
 
     input: Any
     encoding_format: Literal["float", "base64"] | None = None
@@ -76,8 +77,8 @@ class EmbeddingRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """documents: texts, or objects with a text.  top_n: 0 and None mean all.  instruction: tells
-    a reranker its task."""
+    """documents: texts, or objects with a text.  top_n: how many results to give; 0 and None mean
+    all.  instruction: the task of a reranker."""
 
     prompt_fields: ClassVar = ("query", "documents")
     query: str

@@ -17,8 +17,8 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk has the usage.  continuous_usage_stats: every chunk has it, as in
-    vLLM."""
+    """include_usage: a last chunk has the usage.  continuous_usage_stats: every chunk has it, as
+    every chunk of vLLM's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -166,7 +166,7 @@ class Reply:
         return sse(f"{self._start},{text[1:]}")
 
     def _usage(self, num_unshown: int = 0) -> dict[str, Any]:
-        """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""
+        """The tokens so far, without num_unshown of them.  A prompt counts once, whatever n is."""
         prompt = sum(len(g.prompt_token_ids) for g in self._requests)
         generated = sum(g.num_tokens for g in self._requests) - num_unshown
         if self._hides_answers:

@@ -132,8 +132,8 @@ _ITEMS = {
 
 
 def _is_hosted(kind: str) -> bool:
-    """Whether items of this type are no messages: tools, and calls of tools that the API's host
-    offers, with their outputs (`web_search_call`, `local_shell_call_output`, `mcp_list_tools`)."""
+    """Whether items of this type are not for the model: additional tools, and the calls and outputs
+    of tools that the API's host offers (`web_search_call`, `local_shell_call_output`, ...)."""
     is_call = kind.endswith(("_call", "_call_output", "tool_search_output"))
     return is_call or kind.startswith("mcp_") or kind == "additional_tools"
 
@@ -142,7 +142,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class ReasoningOptions(BaseModel):
-    """effort: a variable of the chat template.  summary: thoughts are shown as a summary."""
+    """effort: a variable of the chat template.  summary: if set, thoughts are shown as summary."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -156,7 +156,7 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
-    """Fields that no method reads have no effect; `echo` repeats some."""
+    """Fields that no method reads have no effect.  `echo` repeats some of them in the response."""
 
     input: Any
     instructions: str | None = None

@@ -27,17 +27,17 @@ class EngineClient:
     """An engine in a process of its own.  Use from one event loop.
 
     metrics: the latest `LLMEngine.metrics()`, at most half a second old while steps run.
-    pid: the process's id.  why_ended: one line, once `ended` is set.
+    pid: the id of the process.  why_ended: the reason in one line, once `ended` is set.
     """
 
     model: TextModel
 
     def __init__(self, name: str, check: EngineConfig | None) -> None:
-        """Start the process.  `start` also loads the model.  check: see there."""
+        """Start the process.  `start` also loads the model, and explains `check`."""
         self.metrics: dict[str, int] = {}
         self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
-        self._num_answers = 0  # of these
+        self._num_answers = 0  # the answers of `requests`
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.not_finite = False  # the model has computed NaN or infinity for a request
         self.ended = asyncio.Event()  # the process has ended
@@ -72,7 +72,7 @@ class EngineClient:
             await offload(lambda: client.model.longest_token)
         except BaseException as e:
             client._is_stopping = True
-            client._link.kill()  # it holds nothing yet that is worth a proper end
+            client._link.kill()  # the process holds nothing yet that needs a proper end
             await client.ended.wait()
             if isinstance(e, EngineLost):
                 raise ModelLoadError(str(e)) from None
@@ -168,7 +168,10 @@ class EngineClient:
         getattr(self, method)(*args)
 
     def replied(self, key: str, value: Any = None) -> None:
-        """`key`: a request that is queued or whose grammar is made, or a stage of the start."""
+        """Answer a call.
+
+        key: the id of a request that is queued or whose grammar is made, or FILES or FACTS.
+        """
         reply = self._replies.pop(key, None)
         if reply is not None and not reply.done():  # done: no caller waits any longer
             reply.set_result(value)
@@ -181,7 +184,7 @@ class EngineClient:
             reply = self._replies.pop(key, None)
             if reply is not None and not reply.done():
                 reply.set_exception(error)
-                reply.exception()  # perhaps no caller waits for it
+                reply.exception()  # if no caller waits for the reply, asyncio must not warn
 
     def prefilled(self, request_id: str, *prefill: Any) -> None:
         """What the prompt of a request has given, before its first `stepped`.
@@ -205,7 +208,7 @@ class EngineClient:
         self.metrics = metrics
 
     def logged(self, level: int, message: str, transient: bool) -> None:
-        """A record of the package's log.  transient: a line of progress, not for log files."""
+        """Log a record of the process.  transient: the record is progress, not for log files."""
         logger.log(level, message, extra={"transient": transient})
 
     def _end(self, why: str) -> None:

@@ -21,14 +21,14 @@ from vllm_metal_lite.server.worker import process
 
 logger = logging.getLogger("vllm_metal_lite")
 
-STOP_SECONDS = 3  # then a process that should end is killed
+STOP_SECONDS = 3  # a process that should end is killed after this time
 
 
 class Link:
     """Starts the process of `process.main`.
 
-    take: gets each message of the process, in the event loop.
-    end: is called last, in the event loop, with why the process has ended, in one line.
+    take: a function that gets each message of the process, in the event loop.
+    end: a function that is called last, in the event loop, with one line: why the process ended.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Link:
         with suppress(ValueError):  # it has ended
             self._process.kill()
 
-    # On threads
+    # The methods below run on threads.
 
     def _write(self) -> None:
         try:
@@ -109,7 +109,7 @@ def _signals_blocked() -> Iterator[None]:
     Ctrl-C in a terminal and a service manager's SIGTERM reach all processes of the server, and the
     server decides when an engine ends.
     """
-    resource_tracker.ensure_running()  # whose start would let SIGINT through again
+    resource_tracker.ensure_running()  # if it started later, its start would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -1,8 +1,9 @@
 """The messages between the server and an engine's process, over a pipe.
 
 A message is a call: the name of a method of the other side, and its arguments.  `Worker` and
-`EngineClient` list these methods.  The exception is the first message to the process, the engine's
-EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes of a machine share.
+`EngineClient` list these methods.  Only the first message to the process is no call: it is the
+engine's EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes of a
+machine share.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# Names of the values that `EngineClient.replied` gets while the engine starts.  FILES: the folder
-# with the model's files, and the size of the weight files in bytes.  FACTS: ModelFacts, once the
-# engine is ready.
+# Names of the values that `EngineClient.replied` gets while the engine starts.  FILES names the
+# folder of the model and the size of its weight files in bytes.  FACTS names the ModelFacts,
+# which come once the engine is ready.
 FILES, FACTS = "files", "facts"
 
 
@@ -29,7 +30,11 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A request for the engine.  fair_round: within a priority, see `fair_rounds.py`."""
+    """A request for the engine.
+
+    fair_round: the order of requests of one priority, see `fair_rounds.py`.
+    checkpoints: see `conversations.Rendered`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]

@@ -1,6 +1,7 @@
-"""A request as the server sees it: answers that grow, read by one coroutine.
+"""A request as the server sees it: its unread deltas, its counts and its times.
 
-Text is made here, in the server's process, so that the engine's process only runs steps.
+One coroutine reads the deltas.  The server makes their text, so that the engine's process only runs
+steps.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ class ShuttingDown(EngineLost):
 
 @dataclass
 class Times:
-    """Seconds of `time.monotonic`; None: not yet."""
+    """Times of a request, in seconds of `time.monotonic`; None until the event happens."""
 
     arrived: float = field(default_factory=time.monotonic)
     scheduled: float | None = None
@@ -41,12 +42,12 @@ class RequestState:
     `EngineClient.generate` makes it, and ends the request when the caller leaves.
 
     unread: the deltas that no reader has taken, by answer.
-    news: an event, set when there are unread deltas or the request has failed.
+    news: an event that is set when there are unread deltas or the request has failed.
     num_tokens_of, finish_reasons: one entry for each answer.
-    prompt_logprobs: of the prompt's tokens, None for the first.
-    pooled: the result of a finished pooling request.
+    only_reads: it is a pooling request, whose result is `pooled`.
+    prompt_logprobs: one entry for each token of the prompt; None for the first token.
     not_finite: whether the model computed numbers that are not finite.
-    on_update: called after each step with news, with the time.
+    on_update: a function that is called with the request and the time after each step with news.
     """
 
     def __init__(

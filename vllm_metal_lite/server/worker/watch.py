@@ -18,10 +18,10 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 _SECONDS = 0.25  # least time between events
-_PATIENCE = 200  # least time between events, in costs of an event
-_MAX_STEPS = 100  # the latest steps of an event
-_MAX_WAITING = 100  # the first requests of the queue
-_MAX_CELLS, _ROUND = 1024, 256  # cells of the map; it shows a multiple of _ROUND blocks
+_PATIENCE = 200  # least time between events, as a multiple of an event's cost
+_MAX_STEPS = 100  # an event shows at most this many of the latest steps
+_MAX_WAITING = 100  # an event shows at most this many waiting requests
+_MAX_CELLS, _ROUND = 1024, 256  # the map has at most so many cells, for a multiple of _ROUND blocks
 
 # Codes of cells; a code > 0 is the number of the request that alone owns the block.
 FREE, CACHED, SHARED = 0, -1, -2
@@ -61,7 +61,7 @@ class Watcher:
         self._step_end = now
 
     def wait(self) -> float | None:
-        """Seconds until the next event is due; None: nothing is to be told."""
+        """Seconds until the next event is due; None if there is nothing to tell."""
         now = self._clock()
         if not self._has_news or now >= self._until:
             return None
@@ -70,13 +70,13 @@ class Watcher:
     def event(self) -> str:
         """New events, as JSON.
 
-        time: seconds since the watcher was made, as all times here.
+        time: seconds since the watcher was made, like all times of an event.
         steps: the steps completed since the last event, at most the last `_MAX_STEPS`.  Each has
             its start `t`, its duration `ms`, and `segments` of (request number, tokens, context
             before them).  Decodes come first; `decodes` is their number.
-        num_steps: the engine's steps so far.
-        requests: those with a seat, and the first `_MAX_WAITING` that wait.
-        preempted: numbers of the requests preempted since the last event.
+        num_steps: how many steps the engine has run so far.
+        requests: the running requests, and the first `_MAX_WAITING` that wait.
+        preempted: the numbers of the requests that were preempted since the last event.
         blocks: see `block_map`.  metrics: LLMEngine.metrics().
         """
         start = self._clock()
@@ -112,7 +112,7 @@ class Watcher:
         }
 
     def _step(self, output: SchedulerOutput, start: float, end: float) -> dict[str, Any]:
-        # Behind `num_decodes`, decodes with drafts lie among the chunks.
+        # The scheduler puts decodes with drafts among the chunks; here they come first.
         segments = sorted(output.segments, key=lambda segment: segment.is_prompt)
         return {
             "t": round(start - self._started, 4),
@@ -148,8 +148,9 @@ def _request(request: Request, state: str) -> dict[str, Any]:
 def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
     """The blocks of the first KV group, in order of their ids, as runs of [code, cells].
 
-    mapped: blocks that the runs show, up to the last one in use; later ones are free.  per_cell:
-    blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
+    mapped: how many blocks the runs show, up to the last one in use; later blocks are free.
+    per_cell: how many blocks a cell shows, by the highest of their codes.
+    counts: how many blocks of each kind there are.
     """
     pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]
     # Owners by number, so that a cell of several blocks can show the highest: free, cached, shared,
