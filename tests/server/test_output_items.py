@@ -14,11 +14,11 @@ from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.server.openai_api.response_events import OutputItems, numbered_events
 from vllm_metal_lite.server.openai_api.response_tools import Callee
 
-RUN = {"type": "function", "name": "run", "strict": False, "parameters": {
-    "type": "object", "properties": {"cmd": {"type": "string"}}}}  # fmt: skip
+CMD = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+RUN = {"type": "function", "name": "run", "strict": False, "parameters": CMD}
+WAIT = {"type": "function", "name": "wait", "parameters": {}}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
-AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.",
-          "tools": [{"type": "function", "name": "wait", "parameters": {}}]}  # fmt: skip
+AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [WAIT]}
 TOOLS = [RUN, PATCH, AGENTS, {"type": "web_search"}]
 ASK = {"model": "demo", "input": "Go on.", "tools": TOOLS}
 
@@ -77,7 +77,9 @@ def item(text):
     return ["output_item.added", f"{text}.delta", f"{text}.done", "output_item.done"]
 
 
-MESSAGE, THOUGHTS = part("content_part", "output_text"), "<think>\nI look.\n</think>\n\nFine."
+MESSAGE = part("content_part", "output_text")
+SUMMARY = part("reasoning_summary_part", "reasoning_summary_text")
+THOUGHTS = "<think>\nI look.\n</think>\n\nFine."
 
 
 @pytest.mark.parametrize(
@@ -86,12 +88,11 @@ MESSAGE, THOUGHTS = part("content_part", "output_text"), "<think>\nI look.\n</th
         ("", None, [], []),
         ("Fine.", None, MESSAGE, ["msg"]),
         (THOUGHTS, None, [*part("content_part", "reasoning_text"), *MESSAGE], ["rs", "msg"]),
-        (THOUGHTS, "auto", [*part("reasoning_summary_part", "reasoning_summary_text"), *MESSAGE],
-         ["rs", "msg"]),
+        (THOUGHTS, "auto", [*SUMMARY, *MESSAGE], ["rs", "msg"]),
         (call("run", cmd="ls"), None, item("function_call_arguments"), ["fc"]),
         (call("apply_patch", input="***"), None, item("custom_tool_call_input"), ["ctc"]),
     ],
-)  # fmt: skip
+)
 def test_the_events_of_each_item(client, script, answer, summary, expected, prefixes):
     script.says(answer, size=2)
     created, begun, *events, completed = client.responses.create(

@@ -82,7 +82,7 @@ class Answer:
         """Take the tokens of a step's rows; True when one ends the answer."""
         try:
             return self._take(result, rows)
-        except Exception as e:  # the other answers of the step must go on
+        except Exception as e:  # the other answers of the step must continue
             self.abort(f"the answer cannot be recorded: {one_line(e)}")
             return True
 

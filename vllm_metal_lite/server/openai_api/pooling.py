@@ -26,7 +26,7 @@ from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 
-_STEPS_AHEAD = 2  # one request keeps prompts for so many full steps in the engine's queue
+_STEPS_AHEAD = 2  # full steps of prompts that one request may queue in the engine
 
 
 class PoolingBody(ScheduledBody):

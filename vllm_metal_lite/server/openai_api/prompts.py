@@ -13,7 +13,7 @@ from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
-_SHORT = 1 << 16  # so many characters of a text are encoded in any case
+_SHORT = 1 << 16  # a shorter text is encoded as a whole, whatever its tokens
 
 
 def split_prompts(prompt: Any, param: str = "prompt", ids: bool = True) -> list[Prompt]:

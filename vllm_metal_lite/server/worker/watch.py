@@ -21,7 +21,7 @@ _SECONDS = 0.25  # least time between events
 _PATIENCE = 200  # least time between events, as a multiple of an event's cost
 _MAX_STEPS = 100  # an event shows at most this many of the latest steps
 _MAX_WAITING = 100  # an event shows at most this many waiting requests
-_MAX_CELLS, _ROUND = 1024, 256  # the map has at most so many cells, for a multiple of _ROUND blocks
+_MAX_CELLS, _ROUND = 1024, 256  # most cells of the map; it shows a multiple of _ROUND blocks
 
 # Codes of cells; a code > 0 is the number of the request that alone owns the block.
 FREE, CACHED, SHARED = 0, -1, -2
