@@ -48,6 +48,7 @@ class CompletionFields(SamplingFields):
 
 
 _DONE = sse("[DONE]")
+_MANY = 64  # a chunk with more tokens has those of an echoed prompt, or its reader is slow
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
 Choice = dict[str, Any]  # the fields of a choice, or those of them that a chunk has
@@ -161,7 +162,8 @@ class Reply:
         news: dict[str, Any] = {"choices": [choice]}
         if self._with_usage:
             news["usage"] = self._usage(num_unshown) if self._sends_every_delta else None
-        has_many = num_unshown and choice["logprobs"]  # those of an echoed prompt
+        scores = choice["logprobs"]
+        has_many = scores is not None and len(next(iter(scores.values()))) > _MANY
         text = encode_slowly(news) if has_many else encode(news)
         return sse(f"{self._start},{text[1:]}")
 

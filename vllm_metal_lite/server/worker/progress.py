@@ -31,25 +31,26 @@ class Progress:
         """The deltas since the last call."""
         deltas = []
         for answer in output.outputs:
-            index, num_tokens = answer.index, len(answer.token_ids)
-            num_sent, num_characters = self._sent.get(index, (num_tokens, 0))
-            if num_tokens == num_sent and not (answer.finished and index in self._sent):
+            if (sent := self._sent.get(answer.index)) is None:
+                continue  # the server has all of it
+            num_tokens, num_characters = sent
+            token_ids, scored = answer.token_ids[num_tokens:], answer.logprobs
+            if not token_ids and not answer.finished:
                 continue
             text = answer.text if self._sends_text else ""
-            self._sent[index] = num_tokens, len(text)
+            self._sent[answer.index] = len(answer.token_ids), len(text)
             if answer.finished:
-                del self._sent[index]
-            scored = answer.logprobs
+                del self._sent[answer.index]
             deltas.append(
                 Delta(
-                    index,
-                    answer.token_ids[num_sent:],
+                    answer.index,
+                    token_ids,
                     text[num_characters:] if self._sends_text else None,
                     answer.finish_reason,
                     answer.stop_reason,
                     answer.num_shown_tokens,
                     answer.error,
-                    None if scored is None else list(map(to_wire, scored[num_sent:])),
+                    None if scored is None else list(map(to_wire, scored[num_tokens:])),
                 )
             )
         return deltas
