@@ -15,7 +15,7 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
-from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
+from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
 from vllm_metal_lite.server.served_model import ModelSpec
 from vllm_metal_lite.server.turns import prepare
 
@@ -42,14 +42,6 @@ def shown(tokenizer, prompt):
     """The text before each checkpoint."""
     token_ids, checkpoints = prompt
     return [tokenizer.decode(token_ids[:position]) for position in checkpoints]
-
-
-def test_systems_at_the_front_become_one():
-    one, two = {"role": "system", "content": "a"}, {"role": "system", "content": "b"}
-    both = {"role": "system", "content": "a\n\nb"}
-    assert join_systems([one, two, user("x"), two]) == [both, user("x"), two]
-    assert join_systems([one, user("x")]) == [one, user("x")]
-    assert join_systems([]) == []
 
 
 def test_checkpoints_lie_behind_the_system_the_last_question_and_the_last_message(tokenizer):

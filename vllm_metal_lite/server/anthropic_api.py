@@ -123,56 +123,20 @@ _DELTA_TYPES = {
 }
 
 
-class ContentBlocks(Blocks[bytes]):
-    """The content blocks of a reply.  blocks: their JSON; the last one may still grow."""
-
-    def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []
-        self._texts: list[str] = []  # the texts of the open block
-
-    def _open(self, name: str) -> Iterator[bytes]:
-        block: dict[str, Any] = {"type": "text", "text": ""}
-        if self.kind == "thoughts":
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-        elif self.kind == "call":
-            call_id = f"toolu_{uuid.uuid4().hex[:24]}"
-            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-        self._texts = []
-        self.blocks.append(block)
-        yield self._event("start", content_block=block)
-
-    def _grow(self, text: str) -> Iterator[bytes]:
-        self._texts.append(text)
-        kind, name = _DELTA_TYPES[self.blocks[-1]["type"]]
-        yield self._event("delta", delta={"type": kind, name: text})
-
-    def _end(self, is_whole: bool) -> Iterator[bytes]:
-        text, block = "".join(self._texts), self.blocks[-1]
-        if self.kind == "call":
-            block["input"] = arguments_of(text)
-        else:
-            block[block["type"]] = text
-        if self.kind == "thoughts":  # clients need the field, and do not check its value
-            yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
-        yield self._event("stop")
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        return event(f"content_block_{kind}", index=len(self.blocks) - 1, **fields)
-
-
-class MessageReply:
-    """The reply to a request."""
+class MessageReply(Blocks[bytes]):
+    """The reply to a request, as content blocks; the last one may still grow."""
 
     def __init__(self, request: RequestState, deltas: AsyncIterator[Delta], model: str) -> None:
         self._request, self._deltas, self._model = request, deltas, model
-        self._content = ContentBlocks()
+        self._blocks: list[dict[str, Any]] = []
+        self._texts: list[str] = []  # the texts of the last block
         self._last = Delta(0, [])  # the latest part of the answer
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the reply, at its end.  Raises ApiError if it has failed."""
         async for _ in self._news():
             pass
-        return self._message(self._content.blocks, **self._ending())
+        return self._message(self._blocks, **self._ending())
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The events.  The first counts the whole prompt as uncached, because the engine has not
@@ -188,12 +152,40 @@ class MessageReply:
             yield sse(encode(anthropic_shape(shown_error(e))), "error")
 
     async def _news(self) -> AsyncIterator[bytes]:
-        content = self._content
         async for delta in self._deltas:
             self._last = delta
-            if news := b"".join(content.take(delta.events)):
+            if news := b"".join(self.take(delta.events)):
                 yield news
-        yield b"".join(content.close())
+        yield b"".join(self.close())
+
+    def _open(self, name: str) -> Iterator[bytes]:
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if self.kind == "thoughts":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif self.kind == "call":
+            call_id = f"toolu_{uuid.uuid4().hex[:24]}"
+            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        self._texts = []
+        self._blocks.append(block)
+        yield self._event("start", content_block=block)
+
+    def _grow(self, text: str) -> Iterator[bytes]:
+        self._texts.append(text)
+        kind, name = _DELTA_TYPES[self._blocks[-1]["type"]]
+        yield self._event("delta", delta={"type": kind, name: text})
+
+    def _end(self, is_whole: bool) -> Iterator[bytes]:
+        text, block = "".join(self._texts), self._blocks[-1]
+        if self.kind == "call":
+            block["input"] = arguments_of(text)
+        else:
+            block[block["type"]] = text
+        if self.kind == "thoughts":  # clients need a signature, and do not check its value
+            yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
+        yield self._event("stop")
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event(f"content_block_{kind}", index=len(self._blocks) - 1, **fields)
 
     def _message(self, content: list[dict[str, Any]], **ending: str | None) -> dict[str, Any]:
         return {

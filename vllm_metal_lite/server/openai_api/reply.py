@@ -128,7 +128,8 @@ class Reply:
         try:
             async for delta in deltas:
                 self._num_reasoning_tokens += delta.num_reasoning_tokens
-                if chunks := await self._head(delta) + self._news(delta):
+                head = b"" if delta.choice in self._begun else await self._head(delta)
+                if chunks := head + self._news(delta):
                     yield chunks
             if self._with_usage:
                 yield sse(encode({**self._common, "choices": [], "usage": self._usage()}))
@@ -138,8 +139,6 @@ class Reply:
 
     async def _head(self, delta: Delta) -> bytes:
         """The first chunk of a choice, before the news of its first delta."""
-        if delta.choice in self._begun:
-            return b""
         self._begun.add(delta.choice)
         head = await self._writers[delta.choice].head()
         return b"" if head is None else self._chunk(delta.choice, head, len(delta.token_ids))
