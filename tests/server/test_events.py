@@ -16,7 +16,7 @@ import httpx
 from tests.support.server.cli_kit import SAFETY
 from tests.support.server.command import eventually
 from tests.support.server.kit import Running, serving
-from vllm_metal_lite.server.events import Live
+from vllm_metal_lite.server.live import Live
 
 LONG = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 200}
 

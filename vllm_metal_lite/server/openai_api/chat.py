@@ -36,16 +36,17 @@ class ChatWriter(Blocks[Choice], ChoiceWriter):
     reports_reasoning = True
 
     def __init__(self, echoed: str, scores_of: ScoresOf, may_call: bool) -> None:
-        self._scores_of, self._may_call = scores_of, may_call
+        self._echoed, self._scores_of, self._may_call = echoed, scores_of, may_call
         self._texts: dict[str, list[str]] = {"text": [echoed], "thoughts": []}
         self._calls: list[tuple[dict[str, Any], list[str]]] = []  # each with its arguments
 
     async def head(self) -> Choice:
-        content = self._texts["text"][0] or (None if self._may_call else "")
-        return {"delta": {"role": "assistant", "content": content}}
+        return {"delta": {"role": "assistant", "content": None if self._may_call else ""}}
 
     def news(self, delta: Delta) -> list[Choice]:
-        return self.take(delta.events)
+        echoed, self._echoed = self._echoed, ""
+        before = [{"delta": {"content": echoed}}] if echoed else []
+        return before + self.take(delta.events)
 
     def scores(self, delta: Delta) -> dict[str, Any] | None:
         if delta.logprobs is None or not delta.token_ids:
@@ -77,11 +78,8 @@ class ChatWriter(Blocks[Choice], ChoiceWriter):
             yield self._call(function={"arguments": text})
         else:
             self._texts[self.kind].append(text)
-            is_text = self.kind == "text"
-            fields = (
-                {"content": text} if is_text else {"reasoning_content": text, "reasoning": text}
-            )
-            yield {"delta": fields}
+            names = ["content"] if self.kind == "text" else ["reasoning_content", "reasoning"]
+            yield {"delta": dict.fromkeys(names, text)}
 
     def _end(self, is_whole: bool) -> tuple[()]:
         return ()
