@@ -29,7 +29,7 @@ class _Text:
         text = vars(output)["_text"]
         if isinstance(text, str):
             return text
-        finished = output.finished  # read first: another thread may end the answer
+        finished = output.finished  # read first, because another thread may end the answer
         text = text()
         if finished:
             vars(output)["_text"] = text
@@ -95,7 +95,10 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """embedding: float32 values, as many as the model's hidden size, or `dimensions`."""
+    """The result of `LLM.embed` for one prompt.
+
+    embedding: float32 values, as many as the model's hidden size, or as `dimensions` asks for.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -105,8 +108,11 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """index: the number of the pair.  score: the probability that its texts match, or the cosine of
-    their embeddings."""
+    """The result of `LLM.score` for one pair of texts.
+
+    index: the number of the pair.
+    score: the probability that the texts match, or the cosine of their embeddings.
+    """
 
     index: int
     score: float

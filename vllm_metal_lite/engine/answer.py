@@ -53,7 +53,7 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids
             )
-        # Searches for stop strings; None without any.
+        # Searches for stop strings; None if the request has none.
         self._stop_finder = self._detokenizer if params.stop_strings else None
         if self._detokenizer and not self._stop_finder:
             self.output.text = self._detokenizer.text  # a method: text is made when read
@@ -107,11 +107,11 @@ class Answer:
     def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
         tokens = self._token_ids
-        # Before min_tokens only a grammar that is over lets the sampler draw a stop token.
+        # Before min_tokens the sampler draws a stop token only if a grammar has ended.
         if token_id in self._stop_ids:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output
-            self._end_text(len(tokens) + 1 - hidden)  # before another thread can read the token
+            self._end_text(len(tokens) + 1 - hidden)  # before another thread can see the token
             tokens.append(token_id)
             return self._stops() or self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)

@@ -62,9 +62,9 @@ def conversation_of(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
 
 
 def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
-    """A message as one or more, because the results of tools have their own role.
+    """The messages that one of Anthropic's becomes: the results of tools have their own role.
 
-    names: the tools' names by call id; a result has only the id.
+    names: the tools' names, by call id; a result has only the id.
     """
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
@@ -88,7 +88,7 @@ def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
             calls.append(call)
         elif kind == "thinking":
             thoughts.append(text_of(block.get("thinking"), f"{at}.thinking"))
-        elif kind != "redacted_thinking":  # encrypted
+        elif kind != "redacted_thinking":  # these thoughts are encrypted
             texts.append(part_text(block, at))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
@@ -115,7 +115,7 @@ def _user(role: str, blocks: list[Any], where: str, names: dict[Any, str]) -> It
 
 
 PING = event("ping")
-# By type of block: the type of its deltas, and the field of a delta that holds the text.
+# Block type -> the type of its deltas, and the field of a delta that holds the text.
 _DELTA_TYPES = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -228,7 +228,7 @@ _MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
 
 
 class CountTokensRequest(Body):
-    """system: a text or blocks, checked with the messages.  context_management: has no effect."""
+    """The fields that make the prompt.  `context_management` has no effect."""
 
     messages: list[dict[str, Any]]
     system: Any = None
@@ -241,7 +241,7 @@ class CountTokensRequest(Body):
     output_format: dict[str, Any] | None = None
 
     def conversation(self) -> ChatRequest:
-        """Raises ApiError (400) for features that this server does not have."""
+        """The conversation to render.  Raises ApiError (400) for features that are missing here."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
         conversation = conversation_of(self.messages, self.system)
@@ -250,7 +250,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields):
-    """max_tokens has no default in this API."""
+    """In this API `max_tokens` has no default."""
 
     max_tokens: Any
     stop_sequences: Any = None

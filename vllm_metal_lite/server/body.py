@@ -23,7 +23,7 @@ _NESTED = {
 
 
 class Body(BaseModel):
-    """Unknown fields are ignored, with one line in the log for each name."""
+    """The body of a request.  Unknown fields are ignored, and the log names each of them once."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -52,7 +52,7 @@ class Body(BaseModel):
 
     @property
     def prompt_field(self) -> str:
-        """The field with the prompt, for errors."""
+        """The name of the field with the prompt, for errors."""
         own = [name for name in ("messages", "prompt", "input") if name in type(self).model_fields]
         return next(name for name in own if getattr(self, name) is not None)
 

@@ -47,7 +47,7 @@ class ChatRequest:
         return self.effort == "none" or self.enable_thinking is False
 
     def variables(self, template: Template) -> dict[str, Any]:
-        """The variables of the template."""
+        """The variables that the template is rendered with."""
         tools = [tool.for_template() for tool in self.tools]
         return {
             **template.thinking(self.enable_thinking, self.effort),
@@ -74,7 +74,7 @@ async def render(model: TextModel, conversation: ChatRequest, *, to_run: bool = 
     """Render a conversation with the model's chat template.  Raises RequestError with the
     template's message, ContextOverflow for a conversation that is far too long.
 
-    to_run: False to get only the tokens.
+    to_run: False if the caller needs only the tokens, and no checkpoints.
     """
     with_checkpoints = to_run and model.facts.uses_checkpoints
     return await offload(render_prompt, model, conversation, with_checkpoints)

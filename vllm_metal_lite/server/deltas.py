@@ -49,7 +49,7 @@ class AnswerReader:
         self.is_over, is_whole = reason is not None, reason == "stop"
         if not self._parallel and (count := _up_to_first_call(events)):
             events, self.is_over = events[:count], True
-            is_whole = reason in (None, "stop", "length")  # the rest of the answer does not count
+            is_whole = reason in (None, "stop", "length")  # the answer ends with the call
         if is_whole and self._has_call:
             reason = "tool_calls"
         return delta._replace(
@@ -98,7 +98,7 @@ async def deltas(
         yield reader.read(delta)
         check_ended(delta)
         if reader.is_over and delta.finish_reason is None:
-            request.finish_reasons[delta.choice] = "stop"  # the rest does not count
+            request.finish_reasons[delta.choice] = "stop"  # the engine continues, and nobody reads
         if all(reader.is_over for reader in readers.values()):
             return
 

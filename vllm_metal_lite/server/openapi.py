@@ -17,7 +17,7 @@ _PARTS = "#/components/schemas/"
 
 
 def route(routes: Sequence[Route], bodies: Mapping[str, type[Body]]) -> Route:
-    """The route of the document.  bodies: by path."""
+    """The route that serves the document.  bodies: the types of the requests, by path."""
     parts: dict[str, Any] = {}
     document = {
         "openapi": "3.1.0",

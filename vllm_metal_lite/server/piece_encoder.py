@@ -17,9 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import PromptTooLong
 
-# Characters of the pieces that are kept: about a million tokens.
+# The pieces that are kept have at most this number of characters: about a million tokens.
 _MAX_KEPT = 4_000_000
-_SLICE = 1 << 16  # characters of a long piece that are counted at once
+_SLICE = 1 << 16  # the tokens of a long piece are counted in slices of this length
 
 
 class PieceEncoder:

@@ -27,7 +27,7 @@ class ClientGone(Exception):
 
 
 async def cancel_if(event: Awaitable[Any], error: type[Exception], work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises `error` if `event` comes first."""
+    """The result of `work`.  If `event` comes first, `work` is cancelled and `error` is raised."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -43,7 +43,7 @@ async def cancel_if(event: Awaitable[Any], error: type[Exception], work: Awaitab
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises ClientGone when the client goes.
+    """The result of `work`.  If the client goes, `work` is cancelled and ClientGone is raised.
 
     The body of the request must have been read.
     """

@@ -42,7 +42,7 @@ def form_of(form: Any, where: str) -> tuple[StructuredOutputsParams, str] | None
 
 
 async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingParams:
-    """SamplingParams with the form that a request asks for.  Raises ApiError (400)."""
+    """The parameters, with the form that the request asks for.  Raises ApiError (400)."""
     own = params.structured_outputs
     if (asked := form_of(form, where)) is not None:
         if own is not None:
@@ -56,8 +56,8 @@ async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingPa
 
 
 async def check_calls(form: StructuredOutputsParams, tools: Sequence[Tool]) -> None:
-    """`check_form` of a grammar of calls and of the tools' schemas, also where the grammar has only
-    parts of them; errors name the tool, and the place in its schema."""
+    """Check the grammar of calls and the schema of each tool: the grammar may have only parts of a
+    schema.  Errors name the tool and the place in its schema."""
     await _check_schemas({tool.name: without_numbers(schema_of(tool)) for tool in tools})
     try:
         await check_form(form, "tools")
@@ -130,7 +130,7 @@ def answer_form(
 
 
 def _term(form: StructuredOutputsParams) -> str:
-    """A form within a grammar in Lark's syntax."""
+    """The text that puts a form into a grammar in Lark's syntax."""
     from vllm_metal_lite.structured_outputs.grammar_text import grammar_text
 
     text = grammar_text(form)

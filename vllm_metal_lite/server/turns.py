@@ -97,14 +97,14 @@ async def prepare(
 def _reasoning(
     model: TextModel, conversation: ChatRequest, token_ids: list[int]
 ) -> tuple[bool, bool]:
-    """(The prompt ends inside a thinking block, the prompt has already closed it)."""
+    """(Whether the prompt ends inside a thinking block, whether it has closed one already)."""
     chat_format, begun = model.chat_format, ""
     if not conversation.add_generation_prompt:
         last = conversation.messages[-1]
         if last["role"] != "assistant":
             return False, False
         begun = last["content"].strip()
-    # A token may be a quarter of a character.
+    # Four tokens a character, because a token may be a quarter of one.
     tail = model.tokenizer.decode(token_ids[-_TAIL - 4 * len(begun) :])
     head, thoughts = tail[: max(tail.rfind(begun), 0)], chat_format.thoughts
     if not begun or thoughts is None:

@@ -26,10 +26,10 @@ ScoresOf = Callable[[Iterable[Position]], list[Any]]
 
 
 class ChatWriter(Blocks[Choice], ChoiceWriter):
-    """The message of an answer.
+    """Makes the message of an answer.
 
-    echoed: the text before the answer's.  may_call: the answer may have calls alone, and no
-    content.
+    echoed: the text that the answer continues, if the client wants to see it.
+    may_call: whether the answer may have calls only, and no content.
     """
 
     empty: ClassVar = {"delta": {}}

@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""`/v1/completions`: texts or token ids, one prompt or several, and their continuations."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -39,7 +39,8 @@ class CompletionRequest(CompletionFields):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether only the prompt is wanted.  The engine still generates one token, hidden here."""
+        """Whether the client wants only the prompt.  The engine still generates one token, which is
+        not shown."""
         return bool(self.echo) and type(self.max_tokens) is int and self.max_tokens == 0
 
     def sampling(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _echoes(
 
 
 class _CompletionWriter(ChoiceWriter):
-    """echo: the text of the answer's prompt, if that is shown."""
+    """Makes the text of an answer.  echo: the text of its prompt, if the client wants to see it."""
 
     empty: ClassVar = {"text": ""}
 
@@ -113,14 +114,14 @@ class _CompletionWriter(ChoiceWriter):
         self, body: CompletionRequest, request: RequestState, echo: str, names: TokenNames
     ) -> None:
         self._body, self._request, self._echo, self._names = body, request, echo, names
-        self._num_characters = len(echo)  # shown so far
+        self._num_characters = len(echo)  # the length of the text that was shown so far
         self._offsets: TextOffsets | None = None
         if body.logprobs is not None:
             before = request.prompt_token_ids
             self._offsets = TextOffsets(names.tokenizer, request.params, before, len(echo))
 
     async def head(self) -> Choice | None:
-        # The log-probabilities of a whole prompt take long.
+        # On a thread, because the log-probabilities of a whole prompt take long.
         return await offload(self._prompt) if self._body.echo else None
 
     def _prompt(self) -> Choice:

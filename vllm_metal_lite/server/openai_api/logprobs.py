@@ -12,12 +12,12 @@ from vllm_metal_lite.model.files.tokenizer import BYTES
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.worker.messages import Position
 
-_LOWEST = -9999.0  # JSON has no infinity; vLLM's value
+_LOWEST = -9999.0  # vLLM's value for minus infinity, which JSON does not have
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenNames:
-    """Tokens as strings.  as_ids: "token_id:N" in place of the text, as vLLM has it."""
+    """Names tokens by their text, or with as_ids by "token_id:N", as vLLM does."""
 
     def __init__(self, tokenizer: TokenizerWrapper, as_ids: bool = False) -> None:
         self.tokenizer, self._as_ids = tokenizer, as_ids
@@ -63,8 +63,8 @@ def _entry(scored: tuple[int, float, int], names: TokenNames) -> dict[str, Any]:
 class TextOffsets:
     """The offset of each token in the text, in characters.
 
-    Tokens of one character share its offset.  prompt_token_ids: the tokens before.  start: the
-    first token's offset.
+    Tokens that are parts of one character share its offset.
+    prompt_token_ids: the tokens before the first one.  start: the first token's offset.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ def legacy_logprobs(
     offsets: Sequence[int],
     names: TokenNames,
 ) -> dict[str, list[Any]]:
-    """`logprobs` of a choice of completions.
+    """The field `logprobs` of a choice of completions.
 
     offsets: where each token begins in the choice's text.  A position is None at the first token of
     a prompt, which has no log-probabilities.
@@ -137,7 +137,7 @@ def legacy_logprobs(
 def prompt_logprobs(
     positions: Sequence[Position | None] | None, names: TokenNames
 ) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs`, a field of vLLM's."""
+    """The field `prompt_logprobs`, as vLLM has it."""
 
     def scores(position: Position) -> dict[str, Any]:
         return {
@@ -155,4 +155,4 @@ def prompt_logprobs(
 
 
 def _finite(logprob: float) -> float:
-    return max(_LOWEST, logprob)  # NaN is not larger
+    return max(_LOWEST, logprob)  # of NaN, too, because NaN is not larger than any number

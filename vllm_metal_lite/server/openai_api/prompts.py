@@ -19,7 +19,7 @@ _SHORT = 1 << 16  # a shorter text is encoded as a whole, whatever its tokens
 def split_prompts(prompt: Any, param: str = "prompt", ids: bool = True) -> list[Prompt]:
     """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400).
 
-    ids: False to refuse token ids.
+    ids: whether token ids are allowed.
     """
     one = "a text or token ids" if ids else "a text"
     prompts = [prompt] if isinstance(prompt, str) or (ids and _are_ids(prompt)) else prompt

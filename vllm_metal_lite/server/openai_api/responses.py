@@ -43,7 +43,7 @@ def input_messages(items: Any, instructions: str | None) -> list[Message]:
 
 
 class _History:
-    """Messages so far.  Items of one turn of the assistant become one message."""
+    """Collects messages.  The items of one turn of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class _History:
         self._other(tool_message(item, "call_id", "output", self._names, where))
 
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        """Thoughts that the client can read; encrypted ones are no text."""
+        """Add thoughts that the client can read.  Encrypted thoughts have no text."""
         for name in "content", "summary":
             if parts := item.get(name):
                 thoughts = [self._reasoning, text_of(parts, f"{where}.{name}")]
@@ -98,14 +98,14 @@ class _History:
         self._assistant(calls=True).setdefault("tool_calls", []).append(call)
 
     def _said(self, text: str) -> None:
-        """Text after calls joins their message, because outputs must directly follow the calls."""
+        """Add text.  After calls it joins their message: outputs must follow calls directly."""
         last = self.messages[-1] if self.messages else {}
         follows_calls = bool(last.get("tool_calls")) and not self._reasoning
         message = last if follows_calls else self._assistant()
         message["content"] = "\n".join(filter(None, [message["content"], text]))
 
     def _assistant(self, calls: bool = False) -> dict[str, Any]:
-        """The message that text, or calls, of the assistant belong to."""
+        """The message that the assistant's text or calls belong to; a new one if needed."""
         last = self.messages[-1] if self.messages else {"role": ""}
         if self._reasoning or not calls or last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
@@ -196,7 +196,7 @@ class ResponsesRequest(SamplingFields):
         return {**super().sampling(), "logprobs": (self.top_logprobs or 0) if scored else None}
 
     def echo(self, model: str, params: SamplingParams, tools: ResponseTools) -> dict[str, Any]:
-        """Fields of the response that repeat the request, with the values that are in effect."""
+        """The fields of the response that repeat the request, with the values in effect."""
         return {
             "model": model,
             "instructions": self.instructions,

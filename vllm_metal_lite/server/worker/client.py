@@ -20,11 +20,11 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
 
-_STUCK_SECONDS = 120.0  # without a message while requests run; compiling takes a minute
+_STUCK_SECONDS = 120.0  # a longer silence while requests run is an error; compiling takes a minute
 
 
 class EngineClient:
-    """An engine in a process of its own.  Use from one event loop.
+    """An engine in a process of its own.  Only one event loop may use the client.
 
     metrics: the latest `LLMEngine.metrics()`, at most half a second old while steps run.
     pid: the id of the process.  why_ended: the reason in one line, once `ended` is set.
@@ -58,8 +58,9 @@ class EngineClient:
     ) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason.
 
-        configure: gets the size of the weight files in bytes, once they are on this machine.
-        check: find out first, without weights, whether the model can be loaded with these options.
+        configure: a function that gets the size of the weight files in bytes, once they are on this
+        machine, and returns the options.
+        check: options with which a first look, without weights, tells whether the model can load.
         """
         client = cls(name, check)
         try:
@@ -97,7 +98,7 @@ class EngineClient:
     async def generate(
         self, add: Add, on_update: Callable[[RequestState, float], None] | None = None
     ) -> AsyncIterator[RequestState]:
-        """Yields an accepted request, in its fair round.  Leaving the block ends the request.
+        """Yields a request that the engine has accepted.  Leaving the block ends the request.
 
         on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
@@ -149,7 +150,7 @@ class EngineClient:
         self._link.send((method, args))
 
     def _drop(self, request_id: str) -> RequestState | None:
-        """Forget a request that ends, unless that is done."""
+        """Forget a request that ends, unless it is forgotten already."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._num_answers -= request.params.n
@@ -160,7 +161,7 @@ class EngineClient:
         self._replies[key] = reply = asyncio.get_running_loop().create_future()
         return reply
 
-    # What the process calls
+    # The process calls the methods below.
 
     def _take(self, message: tuple[str, tuple[Any, ...]]) -> None:
         self._heard_at = time.monotonic()
@@ -177,7 +178,7 @@ class EngineClient:
             reply.set_result(value)
 
     def failed(self, keys: Iterable[str], error: Exception) -> None:
-        """An error ends requests, or the start."""
+        """End requests, or the start, with an error.  keys: as in `replied`."""
         for key in keys:
             if request := self._drop(key):
                 request.fail(error)
@@ -187,7 +188,7 @@ class EngineClient:
                 reply.exception()  # if no caller waits for the reply, asyncio must not warn
 
     def prefilled(self, request_id: str, *prefill: Any) -> None:
-        """What the prompt of a request has given, before its first `stepped`.
+        """Record the results of a request's prompt.  Comes before the request's first deltas.
 
         prefill: the arguments of `RequestState.prefilled`.
         """
@@ -195,7 +196,7 @@ class EngineClient:
             request.prefilled(*prefill)
 
     def stepped(self, news: dict[str, list[Delta]]) -> None:
-        """The deltas of a step, by request id."""
+        """Record the deltas of a step.  news: by request id."""
         for request_id, deltas in news.items():
             request = self.requests.get(request_id)
             if request is not None:

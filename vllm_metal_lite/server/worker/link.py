@@ -57,7 +57,7 @@ class Link:
         threading.Thread(target=self._read, name=f"from {name}", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Never waits.  After the process's end a message is lost."""
+        """Queue a message; never waits.  A message after the process's end is lost."""
         self._outbox.put(message)
 
     def kill(self) -> None:
@@ -74,7 +74,7 @@ class Link:
             pass  # the process has ended
         except Exception:
             logger.exception("a message to the engine's process cannot be sent")
-            self.kill()  # or later messages would wait forever
+            self.kill()  # otherwise later messages would wait forever
 
     def _read(self) -> None:
         try:

@@ -15,7 +15,7 @@ class Progress:
     def __init__(self, sends_text: bool) -> None:
         self.scheduled_at: float | None = None
         self._sends_text = sends_text
-        # By index of an unfinished answer: how many tokens and characters were sent.
+        # Index of an unfinished answer -> how many of its tokens and characters were sent.
         self._sent: dict[int, tuple[int, int]] = {}
         self.is_new = True  # nothing was sent
 

@@ -18,7 +18,7 @@ from vllm_metal_lite.server.worker.messages import Add, Delta, EngineLost, Posit
 
 
 class ShuttingDown(EngineLost):
-    """The server stops, and ends the requests that still run."""
+    """Ends a request that still runs when the server stops."""
 
     code = "server_shutting_down"
 
@@ -85,7 +85,7 @@ class RequestState:
         if self.error is not None:
             raise self.error
 
-    # For EngineClient
+    # EngineClient calls the methods below.
 
     def prefilled(
         self,
@@ -95,7 +95,7 @@ class RequestState:
         prompt_logprobs: list[Position | None] | None,
         pooled: np.ndarray | None,
     ) -> None:
-        """scheduled_at: when the first step was launched."""
+        """Record the results of the prompt.  scheduled_at: when the first step was launched."""
         self.times.scheduled = scheduled_at
         self.num_cached_tokens, self.num_restored_tokens = num_cached_tokens, num_restored_tokens
         self.prompt_logprobs, self.pooled = prompt_logprobs, pooled
@@ -106,7 +106,7 @@ class RequestState:
         now = time.monotonic()
         for delta in deltas:
             self.unread.setdefault(delta.choice, []).append(delta)
-            if not self.only_reads:  # the token of a pooling request means nothing
+            if not self.only_reads:  # the engine samples a token that means nothing
                 self.num_tokens_of[delta.choice] += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self.finish_reasons[delta.choice] = delta.finish_reason
@@ -126,7 +126,7 @@ class RequestState:
 
 
 async def news_of(requests: Sequence[RequestState]) -> AsyncIterator[tuple[RequestState, Delta]]:
-    """Yield what the answers of all requests have gained, as it comes.
+    """Yield the unread deltas of all requests, as they come.
 
     A slow reader finds several new tokens at once.  Raises EngineLost.
     """

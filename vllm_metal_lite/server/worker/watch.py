@@ -28,7 +28,7 @@ FREE, CACHED, SHARED = 0, -1, -2
 
 
 class Watcher:
-    """Makes events of an engine while it is watched.  `on_step` is the engine's."""
+    """Makes events of an engine while it is watched.  The engine calls `on_step`."""
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
@@ -41,21 +41,21 @@ class Watcher:
     def watch(self, seconds: float) -> None:
         """Make events for the next `seconds`.  The next one is due at once."""
         now = self._clock()
-        if now > self._until:  # there was no watcher
+        if now > self._until:  # nobody watched until now
             self._steps.clear()
             self._num_preemptions = _preemptions(self._requests())
         self._until = now + seconds
         self._has_news = True
 
     def changed(self) -> None:
-        """Something changed that was not a step, such as a request that waits or left."""
+        """Note a change that is not a step, such as a request that was queued or has left."""
         self._has_news = self._clock() < self._until
 
     def on_step(self, output: SchedulerOutput) -> None:
-        """A step is complete."""
+        """Note that a step is complete."""
         now = self._clock()
         if now < self._until:
-            # With one step submitted ahead, the device starts a step when the last one ends.
+            # One step is submitted ahead, so the device starts a step when the one before ends.
             self._steps.append((output, max(output.launched_at, self._step_end), now))
             self._has_news = True
         self._step_end = now
@@ -68,7 +68,7 @@ class Watcher:
         return max(self._next_at - now, 0.0)
 
     def event(self) -> str:
-        """New events, as JSON.
+        """The next event, as JSON.
 
         time: seconds since the watcher was made, like all times of an event.
         steps: the steps completed since the last event, at most the last `_MAX_STEPS`.  Each has
