@@ -15,8 +15,12 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.server.kit import start_engine
+from tests.support.server.scripted import hermes_call
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.chat_formats.events import Text
+from vllm_metal_lite.chat_formats.json_markers import HERMES
+from vllm_metal_lite.chat_formats.parser import ChatParser
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.failed_steps import MAX_FAILURES
 from vllm_metal_lite.errors import BusyError, RequestError, SamplingError
@@ -296,6 +300,18 @@ async def test_lost_requests_fail_and_others_go_on(client):
         assert other.num_tokens == 8
         client.call("abort", "lost")
     await assert_clean(client)
+
+
+async def test_an_answer_that_is_over_for_its_reader_still_runs_in_the_engine():
+    """So the engine hears of its end when the client leaves, though further tokens came."""
+    request = RequestState(Add("a", PROMPT, short(stop=["zzz"])), None)
+    request.take([Delta(0, [5], hermes_call("run"))])
+    one_call = deltas([request], lambda: ChatParser(HERMES, [Tool("run")]), parallel=False)
+    assert [delta.finish_reason async for delta in one_call] == ["tool_calls"]
+    request.take([Delta(0, [6], "more")])
+    assert (request.finish_reasons, request.finished) == (["stop"], False)
+    request.take([Delta(0, [7], "", "length")])
+    assert request.finished
 
 
 async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(client):

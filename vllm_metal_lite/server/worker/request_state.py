@@ -43,7 +43,8 @@ class RequestState:
 
     unread: the deltas that no reader has taken, by answer.
     news: an event that is set when there are unread deltas or the request has failed.
-    num_tokens_of, finish_reasons: one entry for each answer.
+    num_tokens_of, finish_reasons: one entry for each answer.  A reader may end an answer early.
+    finished: whether the engine has ended all answers.
     only_reads: it is a pooling request, whose result is `pooled`.
     prompt_logprobs: one entry for each token of the prompt; None for the first token.
     not_finite: whether the model computed numbers that are not finite.
@@ -68,6 +69,7 @@ class RequestState:
         self._on_update = on_update
         self.num_tokens_of = [0] * self.params.n
         self.finish_reasons: list[str | None] = [None] * self.params.n
+        self._num_running = self.params.n
         self.unread: dict[int, list[Delta]] = {}
         self.news = asyncio.Event()
         self.error: Exception | None = None
@@ -110,10 +112,11 @@ class RequestState:
                 self.num_tokens_of[delta.choice] += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self.finish_reasons[delta.choice] = delta.finish_reason
+                self._num_running -= 1
                 self.not_finite |= NOT_FINITE in (delta.error or "")
         if self.times.first_token is None and (self.num_tokens or self.only_reads):
             self.times.first_token = now
-        if None not in self.finish_reasons:
+        if not self._num_running:
             self.finished, self.times.finished = True, now
         if self._on_update is not None:
             self._on_update(self, now)
