@@ -74,31 +74,29 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     starts = (serving.generate("cmpl-", ids, params, **body.scheduling()) for ids in token_ids)
     requests = await all_of(starts, len(token_ids))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    echoes = await offload(_echoes, body, prompts, requests, names)
+    echoes = [""] * len(prompts)
+    if body.echo:
+        echoes = await offload(_texts, prompts, requests, names)
     writers = [
         _CompletionWriter(body, request, echo, names)
         for echo, request in zip(echoes, requests, strict=True)
         for _ in range(params.n)
     ]
-    options, hides, news = body.stream_options, body.only_echoes, deltas(requests)
-    if hides:
+    news = deltas(requests)
+    if body.only_echoes:
         news = (delta._replace(text="", token_ids=[], logprobs=[]) async for delta in news)
-    reply = Reply("text_completion", serving.model_name, requests, writers, options, hides)
+    model_name, options = serving.model_name, body.stream_options
+    reply = Reply("text_completion", model_name, requests, writers, options)
     if body.stream:
         return serving.stream(reply.stream(news))
     answers = await whole_answers(news)
     return await whole_json(lambda: reply.whole(answers))
 
 
-def _echoes(
-    body: CompletionRequest,
-    prompts: Sequence[Prompt],
-    requests: Sequence[RequestState],
-    names: TokenNames,
+def _texts(
+    prompts: Sequence[Prompt], requests: Sequence[RequestState], names: TokenNames
 ) -> list[str]:
-    """The texts of the prompts, if they are shown."""
-    if not body.echo:
-        return [""] * len(prompts)
+    """The texts of the prompts."""
     return [
         prompt if isinstance(prompt, str) else names.tokenizer.decode(request.prompt_token_ids)
         for prompt, request in zip(prompts, requests, strict=True)

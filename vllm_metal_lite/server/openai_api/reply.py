@@ -85,8 +85,7 @@ class Reply:
     """The reply to a request of one or more prompts.
 
     requests: one for each prompt.  writers: one for each answer.
-    kind: `object` of the reply, or of its chunks.
-    hides_answers: only prompts are shown, so usage counts no other tokens.
+    kind: the field `object` of the reply, or of its chunks.
     """
 
     def __init__(
@@ -96,10 +95,9 @@ class Reply:
         requests: Sequence[RequestState],
         writers: Sequence[ChoiceWriter],
         options: StreamOptions | None,
-        hides_answers: bool = False,
     ) -> None:
-        self._requests, self._writers, self._hides_answers = requests, writers, hides_answers
-        self._num_reasoning_tokens = 0
+        self._requests, self._writers = requests, writers
+        self._num_tokens = self._num_reasoning_tokens = 0  # of all answers, so far
         self._begun: set[int] = set()  # choices whose head was sent
         self._common = {
             "id": requests[0].request_id,
@@ -118,7 +116,7 @@ class Reply:
         """The JSON of a reply that is not streamed."""
         choices = []
         for answer in answers:
-            self._num_reasoning_tokens += answer.num_reasoning_tokens
+            self._count(answer)
             fields = self._writers[answer.choice].whole(answer)
             choices.append({"index": answer.choice, **fields, **_ending(answer)})
         return {**self._common, "choices": choices, "usage": self._usage()}
@@ -127,8 +125,8 @@ class Reply:
         """Chunks, the usage if it is asked for, and the end; an error becomes an event."""
         try:
             async for delta in deltas:
-                self._num_reasoning_tokens += delta.num_reasoning_tokens
-                head = b"" if delta.choice in self._begun else await self._head(delta)
+                head = b"" if delta.choice in self._begun else await self._head(delta.choice)
+                self._count(delta)
                 if chunks := head + self._news(delta):
                     yield chunks
             if self._with_usage:
@@ -137,11 +135,15 @@ class Reply:
             yield sse(encode(openai_shape(shown_error(e))))
         yield _DONE
 
-    async def _head(self, delta: Delta) -> bytes:
+    def _count(self, delta: Delta) -> None:
+        self._num_tokens += len(delta.token_ids)
+        self._num_reasoning_tokens += delta.num_reasoning_tokens
+
+    async def _head(self, index: int) -> bytes:
         """The first chunk of a choice, before the news of its first delta."""
-        self._begun.add(delta.choice)
-        head = await self._writers[delta.choice].head()
-        return b"" if head is None else self._chunk(delta.choice, head, len(delta.token_ids))
+        self._begun.add(index)
+        head = await self._writers[index].head()
+        return b"" if head is None else self._chunk(index, head)
 
     def _news(self, delta: Delta) -> bytes:
         writer = self._writers[delta.choice]
@@ -155,29 +157,25 @@ class Reply:
             contents[-1] = {**contents[-1], "logprobs": scores, **end}
         return b"".join([self._chunk(delta.choice, content) for content in contents])
 
-    def _chunk(self, index: int, content: Choice, num_unshown: int = 0) -> bytes:
-        """num_unshown: tokens counted already whose text is in the next chunk."""
+    def _chunk(self, index: int, content: Choice) -> bytes:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
         news: dict[str, Any] = {"choices": [choice]}
         if self._with_usage:
-            news["usage"] = self._usage(num_unshown) if self._sends_every_delta else None
+            news["usage"] = self._usage() if self._sends_every_delta else None
         scores = choice["logprobs"]
         has_many = scores is not None and len(next(iter(scores.values()))) > _MANY
         text = encode_slowly(news) if has_many else encode(news)
         return sse(f"{self._start},{text[1:]}")
 
-    def _usage(self, num_unshown: int = 0) -> dict[str, Any]:
-        """The tokens so far, without num_unshown of them.  A prompt counts once, whatever n is."""
+    def _usage(self) -> dict[str, Any]:
+        """The tokens so far.  Each prompt counts once, whatever n is."""
         prompt = sum(len(g.prompt_token_ids) for g in self._requests)
-        generated = sum(g.num_tokens for g in self._requests) - num_unshown
-        if self._hides_answers:
-            generated = 0
         cached = sum(g.num_cached_tokens for g in self._requests)
         restored = sum(g.num_restored_tokens for g in self._requests)  # from the disk
         usage = {
             "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": cached, "restored_tokens": restored},
         }
         if self._writers[0].reports_reasoning:
