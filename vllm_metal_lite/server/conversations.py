@@ -41,11 +41,6 @@ class ChatRequest:
     effort: str | None = None
     thinking_budget: int | None = None
 
-    @property
-    def thinking_off(self) -> bool:
-        """Whether the request wants no thoughts."""
-        return self.effort == "none" or self.enable_thinking is False
-
     def variables(self, template: Template) -> dict[str, Any]:
         """The variables that the template is rendered with."""
         tools = [tool.for_template() for tool in self.tools]

@@ -122,7 +122,8 @@ def _thinking(
     thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget
     if thoughts is None:
         return None
-    if thoughts.in_channel and conversation.thinking_off:
+    is_off = conversation.effort == "none" or conversation.enable_thinking is False
+    if thoughts.in_channel and is_off:
         budget = 0  # the templates of such formats cannot turn thoughts off
     thinks_first = has_form and not thoughts.in_channel and (in_reasoning or model.thinks)
     if budget is None and not thinks_first:

@@ -150,10 +150,6 @@ class ReasoningOptions(BaseModel):
     summary: str | None = None
     generate_summary: str | None = None  # the older name
 
-    @property
-    def shows_summary(self) -> bool:
-        return (self.summary or self.generate_summary or "none") != "none"
-
 
 class ResponsesRequest(SamplingFields):
     """Fields that no method reads have no effect.  `echo` repeats some of them in the response."""
@@ -234,7 +230,8 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0
     scores = partial(chat_logprobs, top=top, names=names)
     echo = body.echo(serving.model_name, request.params, tools)
-    reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
+    with_summary = (reasoning.summary or reasoning.generate_summary or "none") != "none"
+    reply = ResponseReply(request, deltas, tools.callees, with_summary, echo, scores)
     if body.stream:
         return serving.stream(reply.stream(), reply.keep_alive)
     whole = await reply.whole()
