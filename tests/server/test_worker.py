@@ -302,6 +302,17 @@ async def test_lost_requests_fail_and_others_go_on(client):
     await assert_clean(client)
 
 
+async def test_many_unread_deltas_become_few():
+    request = RequestState(Add("a", PROMPT, short(stop=["z"], logprobs=0)), None)
+    tokens = list(range(2000))
+    for token in tokens:
+        request.take([Delta(0, [token], f"{token} ", logprobs=[[(token, -0.5, 1)]])])
+    assert len(request.unread[0]) < 300
+    _, delta = await anext(news_of([request]))
+    assert (delta.token_ids, list(map(int, delta.text.split()))) == (tokens, tokens)
+    assert [scores[0][0] for scores in delta.logprobs] == tokens
+
+
 async def test_an_answer_that_is_over_for_its_reader_still_runs_in_the_engine():
     """So the engine hears of its end when the client leaves, though further tokens came."""
     request = RequestState(Add("a", PROMPT, short(stop=["zzz"])), None)

@@ -7,7 +7,7 @@ from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.server.errors import check_ended
-from vllm_metal_lite.server.worker.messages import Delta, joined
+from vllm_metal_lite.server.worker.messages import Delta, add_delta, joined
 from vllm_metal_lite.server.worker.request_state import RequestState, news_of
 
 
@@ -107,5 +107,5 @@ async def whole_answers(deltas: AsyncIterator[Delta]) -> list[Delta]:
     """Each answer as one delta, in order."""
     found: dict[int, list[Delta]] = {}
     async for delta in deltas:
-        found.setdefault(delta.choice, []).append(delta)
+        add_delta(found.setdefault(delta.choice, []), delta)
     return [joined(found[choice]) for choice in sorted(found)]

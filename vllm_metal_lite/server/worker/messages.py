@@ -20,6 +20,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 # folder of the model and the size of its weight files in bytes.  FACTS names the ModelFacts,
 # which come once the engine is ready.
 FILES, FACTS = "files", "facts"
+_MANY = 256  # deltas that are kept apart; a delta of one token takes as much memory as ten tokens
 
 
 class EngineLost(RuntimeError):
@@ -86,6 +87,13 @@ class Delta(NamedTuple):
     logprobs: list[Position] | None = None
     events: Sequence[Event] = ()
     num_reasoning_tokens: int = 0
+
+
+def add_delta(deltas: list[Delta], delta: Delta) -> None:
+    """Add a delta to earlier ones of its answer.  Now and then they become one, to save memory."""
+    deltas.append(delta)
+    if len(deltas) > _MANY:
+        deltas[:] = [joined(deltas)]
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

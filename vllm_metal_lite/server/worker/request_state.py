@@ -14,7 +14,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import NOT_FINITE
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.server.worker.messages import Add, Delta, EngineLost, Position, joined
+from vllm_metal_lite.server.worker.messages import (
+    Add,
+    Delta,
+    EngineLost,
+    Position,
+    add_delta,
+    joined,
+)
 
 
 class ShuttingDown(EngineLost):
@@ -107,7 +114,7 @@ class RequestState:
         """Record the news of a step."""
         now = time.monotonic()
         for delta in deltas:
-            self.unread.setdefault(delta.choice, []).append(delta)
+            add_delta(self.unread.setdefault(delta.choice, []), delta)
             if not self.only_reads:  # the engine samples a token that means nothing
                 self.num_tokens_of[delta.choice] += len(delta.token_ids)
             if delta.finish_reason is not None:
