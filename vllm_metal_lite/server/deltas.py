@@ -52,11 +52,14 @@ class AnswerReader:
             is_whole = reason in (None, "stop", "length")  # the answer ends with the call
         if is_whole and self._has_call:
             reason = "tool_calls"
-        return delta._replace(
-            choice=self._choice,
-            text=text,
+        return Delta(
+            self._choice,
+            delta.token_ids,
+            text,
+            None if reason in ("error", "abort") else reason,
+            delta.stop_reason,
+            logprobs=delta.logprobs,
             events=events,
-            finish_reason=None if reason in ("error", "abort") else reason,
             num_reasoning_tokens=len(delta.token_ids) if has_thoughts else 0,
         )
 
