@@ -104,6 +104,12 @@ def test_stop_sequences(client, stream):
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
 
 
+def test_an_answer_goes_on_where_the_assistant_began(client, http):
+    messages = [user(ASK), {"role": "assistant", "content": "The lantern"}]
+    expected = chat(http, *messages, continue_final_message=True, add_generation_prompt=False)
+    assert text(create(client, *messages)) == expected["message"]["content"]
+
+
 # What Claude Code sends at first, in short.
 CACHED = {"cache_control": {"type": "ephemeral"}}
 CLAUDE_CODE = {
