@@ -58,11 +58,10 @@ async def prepare(
     the template refuses.
     """
     chat_format, choice = model.chat_format, conversation.choice
-    # Tools that are not allowed stay in the prompt, so that its cached prefix still fits.
+    # The prompt also shows tools that are not allowed, so that its cached prefix still fits.
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
-    asked = params.structured_outputs
-    form = asked
-    # A continued answer is past its header, which the grammar of channels would ask for again.
+    form = asked = params.structured_outputs
+    # A continued answer has its header, and the grammar of channels would ask for another.
     if (tools and choice.mode != "none") or "continue_final_message" not in conversation.template:
         form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
     is_held = form is not None and form is not asked  # a grammar holds the calls
@@ -76,7 +75,7 @@ async def prepare(
         tools, bad_words = [], [*(bad_words or ()), *chat_format.call_starts]
     if form is not None and not is_held:
         tools = []  # the form has no calls
-    # The parser must see the markers; other special tokens are as the client wants them.
+    # The parser must see the markers.  The client decides about other special tokens.
     seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}
     hidden = frozenset(special.keys() - seen if seen and skips else ())
     params = replace(
@@ -86,11 +85,17 @@ async def prepare(
         bad_words=bad_words,
         skip_special_tokens=skips and not seen,
     )
-    rules = {"in_reasoning": in_reasoning, "is_held": is_held, "calls_first": asked is not None}
-    # No thoughts follow the text that an answer continues, nor are they part of a form.
-    may_think = not thinking_closed or (form is None and conversation.add_generation_prompt)
-    rules["may_think"] = may_think
-    make_parser = partial(ChatParser, chat_format, tools, hidden=hidden, **rules)
+    make_parser = partial(
+        ChatParser,
+        chat_format,
+        tools,
+        hidden=hidden,
+        in_reasoning=in_reasoning,
+        is_held=is_held,
+        calls_first=asked is not None,
+        # No thoughts follow the text that an answer continues, and a form has none.
+        may_think=not thinking_closed or (form is None and conversation.add_generation_prompt),
+    )
     return PreparedTurn(token_ids, checkpoints, params, make_parser)
 
 
