@@ -9,11 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.server.command import eventually
 from tests.support.server.raw_http import CHAT
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
-from vllm_metal_lite.server.worker.request_state import RequestState, changes
+from vllm_metal_lite.server.worker.messages import Add, Delta, EngineLost
+from vllm_metal_lite.server.worker.request_state import RequestState, news_of
 
 # The names in the dashboards of vLLM (examples/observability).
 DASHBOARDS = {
@@ -60,7 +59,7 @@ async def generating(running, prompt, params):
     async with AsyncExitStack() as stack:
         model, engine = await stack.enter_async_context(running.server.models.use(None))
         serving = Serving(running.server, model.name, engine, stack)
-        yield await serving.generate("test-", RenderedPrompt(prompt), params), engine
+        yield await serving.generate("test-", prompt, params), engine
 
 
 def generate(running, prompt, params, take=None):
@@ -68,7 +67,7 @@ def generate(running, prompt, params, take=None):
 
     async def run():
         async with generating(running, prompt, params) as (request, _):
-            news = changes([request])
+            news = news_of([request])
             for _ in range(take or 0):
                 await anext(news)
             if take is None:
@@ -223,8 +222,8 @@ def counted(*changes):
 
 
 def token(request, **end):
-    first = {"scheduled_at": 1.0, "num_cached_tokens": 0}
-    request.take([AnswerUpdate(0, [5], "", **first, **end)])
+    request.prefilled(1.0, 0, 0, None, None)
+    request.take([Delta(0, [5], "", **end)])
 
 
 def test_tokens_that_come_before_the_acceptance_is_noticed():

@@ -19,8 +19,9 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: the token ids of texts that must not appear.  constraint: a grammar, or a limit of
-    thoughts.  pooling: set if the request only reads its prompt.
+    bad_words: the token ids of the texts that must not appear.
+    constraint: a grammar or another object that limits the tokens.
+    pooling: the parameters of a request that only reads its prompt.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.bad_words, self.constraint, self.pooling = bad_words, constraint, pooling
-        # The log-probabilities of these tokens become `result.pooled`.
+        # The log-probabilities of these tokens become the result's `pooled`.
         self.score_token_ids = () if pooling is None else pooling.score_token_ids or ()
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
@@ -52,7 +53,7 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids
             )
-        # Searches for stop strings; None without any.
+        # Searches for stop strings; None if the request has none.
         self._stop_finder = self._detokenizer if params.stop_strings else None
         if self._detokenizer and not self._stop_finder:
             self.output.text = self._detokenizer.text  # a method: text is made when read
@@ -62,8 +63,7 @@ class Answer:
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """The first position of the prompt whose next token still needs a score; None: no scores
-        were requested."""
+        """The first prompt position whose next token has no score yet; None if none are wanted."""
         scored = self.result.prompt_logprobs
         if scored is None or self.output.index != 0:
             return None
@@ -80,7 +80,7 @@ class Answer:
         """Take the tokens of a step's rows; True when one ends the answer."""
         try:
             return self._take(result, rows)
-        except Exception as e:  # no other answer of the step must end
+        except Exception as e:  # the other answers of the step must continue
             self.abort(f"the answer cannot be recorded: {one_line(e)}")
             return True
 
@@ -105,11 +105,11 @@ class Answer:
     def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
         tokens = self._token_ids
-        # Before min_tokens only a grammar that has ended lets the sampler draw a stop token.
+        # Before min_tokens the sampler draws a stop token only if a grammar has ended.
         if token_id in self._stop_ids:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output
-            self._end_text(len(tokens) + 1 - hidden)  # before another thread can read the token
+            self._end_text(len(tokens) + 1 - hidden)  # before another thread can see the token
             tokens.append(token_id)
             return self._stops() or self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)
@@ -143,7 +143,7 @@ class Answer:
         return True
 
     def abort(self, error: str = "") -> None:
-        """End the answer with its current tokens.  error: why; "": somebody wanted the end."""
+        """End the answer with its current tokens.  error: the reason; "" for a wanted end."""
         self.output.error = error or None
         self._end_text(len(self._token_ids))
         self._finish("error" if error else "abort")

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import anthropic_api, events, openapi, page, status
+from vllm_metal_lite.server import anthropic_api, live, openapi, page, status
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
@@ -49,7 +49,7 @@ def make_app(server: Server) -> ASGIApp:
         Route(path, endpoint(server, body, handler), methods=["POST"])
         for path, body, handler in _POSTS
     ]
-    for module in model_list, events, status:
+    for module in model_list, live, status:
         routes += module.routes(server)
     routes.append(openapi.route(routes, {path: body for path, body, _ in _POSTS}))
     app = Starlette(

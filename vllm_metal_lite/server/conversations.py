@@ -24,10 +24,12 @@ _ANY = ToolChoice()
 class ChatRequest:
     """A conversation, in one form for the three chat APIs.
 
-    messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
-    (text), tool_calls, reasoning_content, ...  template: more variables for the template.
+    messages: messages in the form of chat templates: role ("system", "user", "assistant", "tool"),
+    content (text), tool_calls, reasoning_content, ...
+    template: more variables for the template.
     enable_thinking, effort: whether, and how much, to think; None: the template's default.
-    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must make.
+    thinking_budget: the largest number of tokens of thoughts.
+    choice: the calls that the answer may or must make.
     """
 
     messages: Sequence[Message]
@@ -39,13 +41,8 @@ class ChatRequest:
     effort: str | None = None
     thinking_budget: int | None = None
 
-    @property
-    def thinking_off(self) -> bool:
-        """Whether the request wants no thoughts."""
-        return self.effort == "none" or self.enable_thinking is False
-
     def variables(self, template: Template) -> dict[str, Any]:
-        """The variables of the template."""
+        """The variables that the template is rendered with."""
         tools = [tool.for_template() for tool in self.tools]
         return {
             **template.thinking(self.enable_thinking, self.effort),
@@ -54,12 +51,9 @@ class ChatRequest:
         }
 
 
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """checkpoints: numbers of tokens that other prompts may share before they differ."""
-
-    token_ids: list[int]
-    checkpoints: tuple[int, ...] = ()
+# A rendered prompt: its token ids, and its checkpoints: numbers of tokens that other prompts may
+# share before they differ.
+Rendered = tuple[list[int], tuple[int, ...]]
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
@@ -71,22 +65,22 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num_first:]]
 
 
-async def render(
-    model: TextModel, conversation: ChatRequest, *, to_run: bool = True
-) -> RenderedPrompt:
+async def render(model: TextModel, conversation: ChatRequest, *, to_run: bool = True) -> Rendered:
     """Render a conversation with the model's chat template.  Raises RequestError with the
     template's message, ContextOverflow for a conversation that is far too long.
 
-    to_run: False to get only the tokens.
+    to_run: False if the caller needs only the tokens, and no checkpoints.
     """
     with_checkpoints = to_run and model.facts.uses_checkpoints
     return await offload(render_prompt, model, conversation, with_checkpoints)
 
 
-def render_prompt(
-    model: TextModel, conversation: ChatRequest, with_checkpoints: bool
-) -> RenderedPrompt:
-    """with_checkpoints: for models whose requests can start at some positions only."""
+def render_prompt(model: TextModel, conversation: ChatRequest, with_checkpoints: bool) -> Rendered:
+    """`render` on the caller's thread.
+
+    with_checkpoints: also find checkpoints, for models whose requests can start at some positions
+    only.
+    """
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))
@@ -99,17 +93,17 @@ def render_prompt(
             render=template.render,
             encode_text=partial(model.encode_text, most=most, check=check_wanted),
         )
-        token_ids, checkpoints = prompt.turn(
+        rendered = prompt.turn(
             template.prepare(conversation.messages),
             conversation.add_generation_prompt,
             conversation.variables(template),
         )
-    return RenderedPrompt(token_ids, checkpoints)
+    return rendered
 
 
 @contextmanager
 def overflow(model: TextModel) -> Iterator[None]:
-    """Raises ContextOverflow for a prompt whose tokens are too many to count."""
+    """Inside of the block, a prompt with too many tokens to count raises ContextOverflow."""
     try:
         yield
     except PromptTooLong as e:

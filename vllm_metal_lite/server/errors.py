@@ -10,8 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import NOT_FINITE, BusyError, MetalLiteError, show
-from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.worker.messages import EngineLost
+from vllm_metal_lite.server.worker.messages import Delta, EngineLost
 from vllm_metal_lite.server.worker.request_state import ShuttingDown
 
 logger = logging.getLogger(__name__)
@@ -78,12 +77,12 @@ def shown_error(e: Exception) -> ApiError:
     return ApiError(500, "internal error: see the server's log")
 
 
-def check_ended(answer: CompletionOutput) -> None:
+def check_ended(delta: Delta) -> None:
     """Raise ApiError for an answer that failed, ShuttingDown for one that the server cut off."""
-    if answer.finish_reason == "error":
-        why = answer.error or "no further token can be sampled"
+    if delta.finish_reason == "error":
+        why = delta.error or "no further token can be sampled"
         raise ApiError(_status_of(why), why)
-    if answer.finish_reason == "abort":
+    if delta.finish_reason == "abort":
         raise ShuttingDown
 
 

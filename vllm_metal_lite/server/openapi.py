@@ -18,7 +18,7 @@ _PARTS = "#/components/schemas/"
 
 
 def route(routes: Sequence[Route], bodies: Mapping[str, type[Body]]) -> Route:
-    """The route of the document.  bodies: by path."""
+    """The route that serves the document.  bodies: the types of the requests, by path."""
     parts: dict[str, Any] = {}
     document = {
         "openapi": "3.1.0",
@@ -58,8 +58,8 @@ def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict
         parts |= schema.pop("$defs", {})
         hints = get_type_hints(SamplingParams)
         for field, described in schema["properties"].items():
-            # A field without a type here has the type of SamplingParams, or is null.  Anthropic's
-            # API gives the name `thinking` to something else.
+            # A field without a type in the body has the type of SamplingParams, or is null.  In
+            # Anthropic's API `thinking` is another field.
             name = RENAMED.get(field, field)
             hint = None if field == "thinking" else hints.get(name)
             if hint is not None and not described.keys() - {"title", "default"}:

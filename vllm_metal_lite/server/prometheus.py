@@ -172,15 +172,15 @@ class RequestCount:
         request, metrics = self.request, self._metrics
         if request is None:
             return
-        for answer in request.answers:
-            if request.finished or answer.finished:
-                metrics[answer.finish_reason or "error"].inc()
+        for reason in request.finish_reasons:
+            if request.finished or reason is not None:
+                metrics[reason or "error"].inc()
         times, params = request.times, request.params
         scheduled, first, last = times.scheduled, times.first_token, times.finished
         if scheduled is None or first is None or last is None:
             return  # the engine was lost, or the request ended early
         num_prompt = len(request.prompt_token_ids)
-        lengths = [len(answer.token_ids) for answer in request.answers]
+        lengths = request.num_tokens_of
         decode = last - first
         values = {
             "e2e_request_latency_seconds": last - times.arrived,

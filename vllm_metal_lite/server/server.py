@@ -16,7 +16,6 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
-from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ContextOverflow, error_response
 from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.models import Models
@@ -74,7 +73,7 @@ class Server:
 def summary(request: RequestState) -> str:
     """A request in one line, for the log."""
     times, now = request.times, time.monotonic()
-    reasons = [answer.finish_reason or "cut short" for answer in request.answers]
+    reasons = [reason or "cut short" for reason in request.finish_reasons]
     parts = [
         f"{len(request.prompt_token_ids)} prompt tokens ({request.num_cached_tokens} cached)",
         f"{request.num_tokens} new in {now - times.arrived:.2f} s",
@@ -118,25 +117,23 @@ class Serving:
     async def generate(
         self,
         prefix: str,
-        prompt: RenderedPrompt,
+        token_ids: list[int],
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> RequestState:
         """A request that the engine has accepted; it ends with the response at the latest.
 
-        prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        prefix: the start of the request's id.  options: other fields of Add.
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.server.check_open()
-        num_tokens, limit = len(prompt.token_ids), self.model.facts.max_model_len
+        num_tokens, limit = len(token_ids), self.model.facts.max_model_len
         if num_tokens >= limit + isinstance(params, PoolingParams):
             raise ContextOverflow(num_tokens, limit)
         self.server.models.find(self.model_name).check_room()
         if isinstance(params, SamplingParams):
             check_logprobs([num_tokens], limit, params)
-        request_id = f"{prefix}{uuid.uuid4().hex}"
-        checkpoints = prompt.checkpoints
-        add = Add(request_id, prompt.token_ids, params, checkpoints=checkpoints, **options)
+        add = Add(f"{prefix}{uuid.uuid4().hex}", token_ids, params, **options)
         return await self.resources.enter_async_context(self._running(add))
 
     @asynccontextmanager

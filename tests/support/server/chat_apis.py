@@ -15,8 +15,8 @@ ASKED = {"role": "user", "content": "Go on."}
 CMD = 'echo "</tool_call>" \u00e9'
 SAID = f"Let me see.\n{hermes_call('run', cmd=CMD)}\n{hermes_call('wait', seconds=3)}"
 ANSWER = f"<think>\nI look.\n</think>\n\n{SAID}"
-PARTS = [("thoughts", "I look."), ("text", "Let me see."), ("call", "run", {"cmd": CMD}),
-         ("call", "wait", {"seconds": 3})]  # fmt: skip
+PARTS = [("thoughts", "I look."), ("text", "Let me see.")]
+PARTS += [("call", "run", {"cmd": CMD}), ("call", "wait", {"seconds": 3})]
 
 
 @dataclass

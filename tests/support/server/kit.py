@@ -51,6 +51,11 @@ class Running:
     server: Server
     loop: asyncio.AbstractEventLoop
 
+    @property
+    def model(self) -> TextModel:
+        """The text side of the first model, which is loaded."""
+        return next(iter(self.server.models.loaded.values())).model
+
 
 @contextmanager
 def serving(

@@ -13,9 +13,8 @@ import pytest
 from tests.support.server.kit import Running, serving
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs
+from vllm_metal_lite.server.worker.messages import Add, Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 
@@ -65,17 +64,17 @@ def scripted() -> Iterator[Script]:
     async def write(request, answers, end):
         has_scores = request.params.logprobs is not None
         for pieces in zip_longest(*answers):
-            updates = []
+            deltas = []
             for index, piece in enumerate(pieces):
                 if piece is not None:
-                    scores = [PositionLogprobs([5], [-0.5], [1])] if has_scores else None
-                    updates.append(AnswerUpdate(index, [5], piece, logprobs=scores))
-            request.take(updates)
+                    scores = [[(5, -0.5, 1)]] if has_scores else None
+                    deltas.append(Delta(index, [5], piece, logprobs=scores))
+            request.take(deltas)
             await asyncio.sleep(0)
-        request.take([AnswerUpdate(index, [], "", end) for index in range(len(answers))])
+        request.take([Delta(index, [], "", end) for index in range(len(answers))])
 
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(TextModel, "chat_format", HERMES)
+        running.model.chat_format = HERMES
         yield script

@@ -208,9 +208,13 @@ class Worker:
     def _report(self, outputs: list[RequestOutput]) -> None:
         updates = {}
         for output in outputs:
-            updates[output.request_id] = self._progress[output.request_id].news(output)
+            request_id = output.request_id
+            progress = self._progress[request_id]
+            if progress.is_new:
+                self._server.call("prefilled", request_id, *progress.prefill(output))
+            updates[request_id] = progress.news(output)
             if output.finished:
-                del self._progress[output.request_id]
+                del self._progress[request_id]
         now = time.monotonic()
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
             self._metrics_at = now

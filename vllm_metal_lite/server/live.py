@@ -21,7 +21,7 @@ from vllm_metal_lite.server.served_model import Model
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.stream import KEEP_ALIVE, EventStream, sse
 
-# Seconds between states, between calls of `watch`, and for which a call lasts.
+# Seconds from one state to the next, from one call of `watch` to the next, and that a call lasts.
 _SENT, _RENEWED, _WATCHED = 0.5, 2.0, 5.0
 _MAX_UNREAD = 16  # events; a slower viewer misses the oldest
 
@@ -31,8 +31,8 @@ class Live:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._viewers: set[asyncio.Queue[bytes]] = set()  # each with what it has not read
-        self._latest: dict[str, bytes] = {}  # by model; under "": the states
+        self._viewers: set[asyncio.Queue[bytes]] = set()  # a viewer's queue has its unread events
+        self._latest: dict[str, bytes] = {}  # by model; the states are under ""
         self._watching: asyncio.Task[None] | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -75,7 +75,7 @@ class Live:
             self._send(event)
 
     def _send_engine(self, name: str, text: str) -> None:
-        if not self._viewers:  # engines send for some seconds more
+        if not self._viewers:  # engines still send for some seconds after the last viewer left
             return
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
         self._send(event)
