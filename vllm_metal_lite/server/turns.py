@@ -12,7 +12,7 @@ from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import answer_form, check_calls
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 from vllm_metal_lite.structured_params import ThinkingParams
@@ -50,7 +50,7 @@ async def answer(
 
 
 async def prepare(
-    model: TextModel, conversation: ChatRequest, params: SamplingParams
+    model: ModelText, conversation: ChatRequest, params: SamplingParams
 ) -> PreparedTurn:
     """Render a conversation, and give its answer the form that `params` and its choice ask for.
 
@@ -100,7 +100,7 @@ async def prepare(
 
 
 def _reasoning(
-    model: TextModel, conversation: ChatRequest, token_ids: list[int]
+    model: ModelText, conversation: ChatRequest, token_ids: list[int]
 ) -> tuple[bool, bool]:
     """(Whether the prompt ends inside a thinking block, whether it has closed one already)."""
     chat_format, begun = model.chat_format, ""
@@ -120,7 +120,7 @@ def _reasoning(
 
 
 def _thinking(
-    model: TextModel, conversation: ChatRequest, in_reasoning: bool, has_form: bool
+    model: ModelText, conversation: ChatRequest, in_reasoning: bool, has_form: bool
 ) -> ThinkingParams | None:
     """The parameters of thoughts that come before the answer's form, or have a budget; None if
     neither is so."""

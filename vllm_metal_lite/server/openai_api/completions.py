@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
-from vllm_metal_lite.server.limits import check_logprobs
+from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
