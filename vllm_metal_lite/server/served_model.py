@@ -12,11 +12,6 @@ from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.server.worker.client import EngineClient
 
-_BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
-# After a failure for which others were unloaded; doubled each time.
-_BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
-_PAUSE = 0.25  # seconds after the last request, for which the model still counts as busy
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -32,28 +27,25 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class LoadedEngine:
-    """A model's engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when
-    its grace period ends, if another model needs its memory."""
+    """A model's engine.
 
-    model: "Model"
+    size: the bytes that it may use.  users: the number of requests that hold it.
+    leaves: another model needs its memory.
+    """
+
     client: EngineClient
     size: int
     last_used: float
-    seconds_to_load: float
     users: int = 0
-    grace_end: float = inf
+    leaves: bool = False
 
     @property
     def alive(self) -> bool:
         return not self.client.ended.is_set()
 
-    def takes(self, now: float) -> bool:
-        """Whether a new request may use it."""
-        return self.alive and now < self.grace_end
-
-    def seconds_until_idle(self, now: float) -> float | None:
-        """Seconds until the engine counts as idle; None while requests use it."""
-        return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
+    @property
+    def takes_requests(self) -> bool:
+        return self.alive and not self.leaves
 
 
 class Model:
@@ -67,13 +59,12 @@ class Model:
         self.engine: LoadedEngine | None = None
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
-        self.unwanted_since = -inf  # when the last of them left
+        self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
         self.reserved = 0  # bytes for the engine that loads
         self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
         self.retry_at = -inf
         self.made_room = False  # others were unloaded for it
-        self._back_off = 0.0  # seconds, of failures in a row for which others were unloaded
 
     @property
     def client(self) -> EngineClient | None:
@@ -81,10 +72,8 @@ class Model:
 
     @property
     def size(self) -> int:
-        """Bytes that its engine may use; 0 if there is none and none loads."""
-        if self.engine is not None and self.engine.alive:
-            return self.engine.size
-        return self.reserved if self.is_loading else 0
+        """The bytes that its engine may use; 0 if there is no engine and none loads."""
+        return self.engine.size if self.engine and self.engine.alive else self.reserved
 
     @property
     def num_unfinished(self) -> int:
@@ -119,17 +108,6 @@ class Model:
         if self.engine is not None and self.engine.client.not_finite:
             return f"it computed numbers that are not finite: {NOT_FINITE}"
         return self.failure
-
-    def start_with(self, engine: LoadedEngine) -> None:
-        self.engine, self.failure, self._back_off = engine, None, 0.0
-
-    def note_failure(self, why: str, now: float) -> None:
-        """Note a failed load, and when to try again: later each time if others made room."""
-        self.engine, self.failure, wait = None, why, _BACK_OFF
-        if self.made_room:
-            wait = min(2 * self._back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
-            self._back_off = wait
-        self.retry_at = now + wait
 
 
 def context_of(source: str, max_model_len: int | None) -> int | None:
