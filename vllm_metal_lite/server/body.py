@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import ApiError
-from vllm_metal_lite.server.limits import check_fields, check_json
+from vllm_metal_lite.server.request_limits import check_fields, check_json
 
 # Fields of objects within bodies that no type of pydantic describes.
 _NESTED = {

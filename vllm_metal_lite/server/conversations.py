@@ -12,8 +12,8 @@ from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
-from vllm_metal_lite.server.limits import num_characters
 from vllm_metal_lite.server.offload import check_wanted, offload
+from vllm_metal_lite.server.request_limits import num_characters
 from vllm_metal_lite.server.templates import Template
 from vllm_metal_lite.server.text_model import TextModel
 

@@ -13,7 +13,7 @@ from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, must_be
-from vllm_metal_lite.server.limits import MAX_N
+from vllm_metal_lite.server.request_limits import MAX_N
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import with_form
 

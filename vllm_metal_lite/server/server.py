@@ -18,10 +18,10 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ContextOverflow, error_response
-from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
+from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
 from vllm_metal_lite.server.text_model import TextModel
