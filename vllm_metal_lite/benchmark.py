@@ -9,16 +9,20 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import lt
 from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler import Scheduler
 
 # isort: split
 import mlx.nn as nn
@@ -221,6 +225,24 @@ def mlx_lm(model: LoadedModel) -> Callable[[int], MlxLm | MlxLmSingle]:
 
 
 Engine = ThisEngine | MlxLm | MlxLmSingle
+
+
+def tokens_ahead(count: int, context: int, config: EngineConfig, limit: int) -> int:
+    """How many tokens the first of `count` prompts has when the last one gets its first; at most
+    `limit`."""
+    # The window of one token needs few blocks, so that the store does not limit the answer.
+    num_blocks = count * (config.max_num_batched_tokens // config.block_size + 2)
+    config = replace(config, enable_prefix_caching=False)
+    scheduler = Scheduler(config, [KVGroup(window=1, num_blocks=num_blocks)], context + limit + 1)
+    queue = [Request(str(i), range(context), limit + 1) for i in range(count)]
+    for request in queue:
+        scheduler.add(request)
+    # With more requests than tokens of a step, the last ones wait until others end.
+    while queue[-1].num_tokens == context and queue[0].num_tokens < context + limit:
+        step = scheduler.schedule()
+        scheduler.advance(step)
+        scheduler.update(step, [0] * len(step.terminal), {})
+    return queue[0].num_tokens - context
 
 
 def drive(engine: Engine, load: Load, stop: Callable[[], bool] = lambda: False) -> Run:
