@@ -31,7 +31,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, wired_limit
 mx = backend.mx
 
 SETTLED = 8  # tokens of a request before its pace counts
-_FEWEST_STEPS = 4  # that give a pace
+_FEWEST_STEPS = 4  # a pace needs more steps than these
 # The first runs of an engine on a load do not count: a variant of a step with prompts is compiled
 # when it comes a second time.
 WARM_UPS = 2
@@ -50,10 +50,11 @@ def vocabulary(model: LoadedModel) -> np.ndarray:
 
 @dataclass
 class Load:
-    """Prompts that arrive together.  max_tokens: of each.
+    """Prompts that arrive together.
 
-    needed: tokens of each request for which the run waits.
-    prefix_length: tokens that all prompts share, for engines whose API needs the number.
+    max_tokens: the limit of each request's answer.  needed: the run ends when each request has this
+    many tokens.
+    prefix_length: how many tokens all prompts share, for engines whose API needs the number.
     """
 
     prompts: list[list[int]]
@@ -70,7 +71,8 @@ class Load:
 class Run:
     """One load on one engine.  Times are seconds since the run began; entries are by request.
 
-    prompts: with the turns before.  peak_bytes: without the weights, and without other engines.
+    prompts: the prompts with the turns before them.
+    peak_bytes: the peak of the memory, without weights and without other engines.
     """
 
     arrived: list[float]
@@ -95,10 +97,11 @@ MLX_CACHE_LIMIT = min(_cache_limit(), 16 << 30)
 
 
 class ThisEngine:
-    """LLMEngine.  params: fields of SamplingParams, for all requests.
+    """This engine.  Every engine of a benchmark has these names and methods.
 
-    Every engine has these names and methods.  kind: engines of one kind differ by settings alone.
-    resident_bytes: of what it holds between runs, the weights aside.
+    params: fields of SamplingParams for all requests.
+    kind: engines of one kind differ only by settings.
+    resident_bytes: the memory that the engine holds between runs, without weights.
     """
 
     kind, resident_bytes = "ours", 0

@@ -30,9 +30,9 @@ COLUMNS = (
     ("prompt tokens/s", "prompt_rate", 1, True),
     ("decode tokens/s", "decode_rate", 1, True),
 )
-_WIDTH = 9  # of a number in the table
-_WARM_UP_TOKENS = 128  # the most of the first prompt, which no case counts
-_MOST_TURNS = WARM_UPS + 3  # of a case
+_WIDTH = 9  # characters of a number in the table
+_WARM_UP_TOKENS = 128  # tokens of the warm-up's prompt, if no case is shorter
+_MOST_TURNS = WARM_UPS + 3  # turns of a case
 _CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no further turn
 
 Case = tuple[int, int]  # (requests that arrive together, tokens of each prompt)

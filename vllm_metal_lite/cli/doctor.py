@@ -43,9 +43,10 @@ Show = Callable[[Iterable[str]], None]  # gets the lines for the user
 class Report:
     """Field names are also the JSON keys.
 
-    no_kernels: why no kernel is checked.  model: its facts, and the context that fits.
-    not_tried: checks for which there was no time.  of_checks: all checks.
-    not_compared: why there are no answers.  error: why doctor failed.  seconds: time of each part.
+    no_kernels: why no kernel is checked.  model: the model's facts, and the context that fits.
+    not_tried: the number of checks for which there was no time.  of_checks: all checks.
+    not_compared: why no answers were compared.  error: why doctor failed.
+    seconds: how long each part took, by its name.
     """
 
     engine_memory_bytes: int

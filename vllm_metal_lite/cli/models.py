@@ -173,14 +173,14 @@ def _bits(folder: Path, quantization: dict[str, Any] | None) -> list[int]:
 
 
 def _reason(e: MetalLiteError | OSError, name: str) -> str:
-    """The reason alone: the name stands beside it."""
+    """The reason without the model's name, which the list shows anyway."""
     message = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else one_line(e)
     return message.removeprefix(f"{name}: ").removeprefix("cannot load this model: ")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Print no warnings: they concern only users who load the model."""
+    """Print no warnings, because they concern only users that load the model."""
     logging.disable(logging.WARNING)
     try:
         with redirect_stdout(io.StringIO()):

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
-# Seconds from a failure to the next try; and from one for which other models were unloaded.
+# Seconds from a failed load to the next try: usually, and if other models were unloaded for it.
 _RETRY, _RETRY_WITH_ROOM = 5.0, 60.0
 
 
@@ -51,7 +51,8 @@ class Models:
     Raises ConfigError if the budget of memory exceeds the device's.
     """
 
-    unwanted_seconds = 60.0  # for which a load continues after its last request has left
+    # A load continues for this time after the last request that waited for it has left.
+    unwanted_seconds = 60.0
     _start = staticmethod(EngineClient.start)
     _clock = staticmethod(time.monotonic)
 
@@ -71,7 +72,8 @@ class Models:
                 f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
             )
         self._taking_memory = asyncio.Lock()
-        self._changed = asyncio.Event()  # a request left an engine or waits no more; a load ended
+        # Set when a request has left an engine or waits no more, and when a load has ended.
+        self._changed = asyncio.Event()
         self._has_started = False
 
     @property
@@ -99,8 +101,8 @@ class Models:
     async def use(self, name: str | None) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
-        name None or "": the first model.  Raises ApiError: 404 for an unknown name, 503
-        for a model that does not load; BusyError if no further request may wait for it.
+        If name is None or empty, this is the first model.  Raises ApiError with 404 for an unknown
+        name and with 503 for a model that does not load; BusyError if no further request may wait.
         """
         model = self.find(name)
         try:
@@ -156,7 +158,7 @@ class Models:
 
     def _load_ended(self, loading: asyncio.Task[LoadedEngine]) -> None:
         if not loading.cancelled():
-            loading.exception()  # perhaps no request waits for it
+            loading.exception()  # marks it as read: perhaps no request waits for this load
         self._changed.set()
 
     def _release(self, engine: LoadedEngine) -> None:

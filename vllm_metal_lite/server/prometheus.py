@@ -101,7 +101,7 @@ class Metrics:
             | {reason: success.labels(model, reason) for reason in _REASONS}
             for model in models.by_name
         }
-        # What the counters of each engine said when they were last read.
+        # The counters of each engine when they were last read.
         self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
 
     @contextmanager
@@ -141,7 +141,10 @@ class Metrics:
 
 
 class RequestCount:
-    """Counts one request.  metrics: its model's.  request: None until it is accepted."""
+    """Counts one request.
+
+    metrics: the metrics of its model, by name.  request: None until the engine has accepted it.
+    """
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.request: RequestState | None = None

@@ -21,9 +21,9 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.settings import ServerConfig, ip_address_of
 
-_OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
+_OPEN_PATHS = ("/", "/health")  # these paths and the page's files need no key
 _OPEN_FOLDER = "/page/"
-# A body may take this time, and a second more for each _BODY_RATE bytes received.
+# A body may take _BODY_SECONDS, and one second more for each _BODY_RATE bytes received.
 _BODY_SECONDS = 30.0
 _BODY_RATE = 16 * 2**10
 _MAX_HEADERS = 128

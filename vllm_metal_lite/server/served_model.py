@@ -15,9 +15,12 @@ from vllm_metal_lite.server.worker.client import EngineClient
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """name: what requests call the model.  source: "demo", a folder or a Hugging Face name.
-    pinned: loaded from the start, and never unloaded.  chat_format: how the model writes thoughts
-    and calls; None: as its chat template shows."""
+    """What the user says of a model.
+
+    name: the name that requests use.  source: "demo", a folder or a Hugging Face name.
+    pinned: whether the model is loaded from the start and never unloaded.
+    chat_format: how the model writes thoughts and calls; if None, a probe of its template decides.
+    """
 
     name: str
     source: str
@@ -51,7 +54,7 @@ class LoadedEngine:
 class Model:
     """A model and its state.  `Models` loads and unloads it.
 
-    seats, max_waiting: requests that may run, and wait.
+    seats: how many of its requests may run.  max_waiting: how many more may wait.
     """
 
     def __init__(self, spec: ModelSpec, seats: int, max_waiting: int) -> None:
@@ -60,11 +63,11 @@ class Model:
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
-        self.reserved = 0  # bytes for the engine that loads
-        self.context: int | None = None  # tokens, as its files say
-        self.failure: str | None = None  # of the last try
+        self.reserved = 0  # bytes of memory for the engine that loads
+        self.context: int | None = None  # its length in tokens, as the model's files say
+        self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
-        self.made_room = False  # others were unloaded for it
+        self.made_room = False  # whether its load has unloaded another model
 
     @property
     def client(self) -> EngineClient | None:
@@ -111,7 +114,7 @@ class Model:
 
 
 def context_of(source: str, max_model_len: int | None) -> int | None:
-    """The context of a model whose files are here; None: not known before it is loaded."""
+    """The context of a model whose files are on this machine; None if only loading will tell."""
     with suppress(ModelLoadError, OSError):
         file = find(source, download=False) / "config.json"
         config = read_json(file) if file.is_file() else {}  # reading a pipe may never end

@@ -31,7 +31,8 @@ from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDo
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of unknown fields in the log: in all, in one line
+# Names of unknown fields that the log shows: in all, and in one line.
+_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10
 
 
 class Server:
@@ -93,8 +94,10 @@ def client_of(request: Request) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Serving:
-    """A request while it is served.  model_name: as requests call it.  resources: closed when the
-    response ends."""
+    """A request while it is served.
+
+    model_name: the name that requests use for the model.  resources: closed when the response ends.
+    """
 
     server: Server
     model_name: str
@@ -124,7 +127,7 @@ class Serving:
     ) -> RequestState:
         """A request that the engine has accepted; it ends with the response at the latest.
 
-        prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        prefix: the start of the request's id.  options: made by `ScheduledBody.scheduling`.
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.server.check_open()

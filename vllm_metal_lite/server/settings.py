@@ -17,15 +17,17 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 class ServerConfig:
     """Options of the server; `ConfigError` names the value and the limit if one is out of range.
 
-    port 0: any free port.  api_key None: requests need no key; loopback addresses only.
-    allowed_hosts: names in the Host header that are accepted beside the address itself; "*": any,
-    and requests without one.  allowed_origins: of web pages that may call the server (CORS); "*":
-    any.
-    max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
-    max_logprobs: most log-probabilities a token that a request may ask for.
-    drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
-    after which a stream gets a keep-alive event.  memory_budget_gib: for all models together; None:
-    a safe value for the device.
+    port: 0 stands for any free port.
+    api_key: if None, requests need no key, and the host must be a loopback address.
+    allowed_hosts: names that the Host header may have, besides the address itself; "*" allows any
+    name, and requests without the header.
+    allowed_origins: origins of web pages that may call the server (CORS); "*" allows any.
+    max_body_mib: the size of the largest request.
+    max_waiting: how many requests may wait for a seat in an engine.
+    max_logprobs: how many log-probabilities a request may ask for per token.
+    drain: the seconds that running requests get after SIGTERM.
+    keep_alive: the seconds without a token after which a stream gets a keep-alive event.
+    memory_budget_gib: the memory for all models together; if None, a safe value for the device.
     """
 
     host: str = "127.0.0.1"

@@ -41,8 +41,9 @@ class Template:
     system_in_middle: "native": the template takes such messages; "inserted": this module puts
     them in their place, between `head` and `tail`; "in user turn": the template has no system turns
     that could be copied, so they become text of the user.
-    reasoning: the field of a message that holds thoughts; "": they are not shown.
-    variables: those that the template reads.  efforts: those of _EFFORTS that the template names.
+    reasoning: the name of the message field that holds thoughts; empty if the template shows none.
+    variables: the names of the variables that the template reads.
+    efforts: the keys of _EFFORTS that the template names.
     """
 
     tokenizer: TokenizerWrapper
