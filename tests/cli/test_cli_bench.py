@@ -252,16 +252,16 @@ def test_a_report_is_never_overwritten(tmp_path):
     write_json("/dev/null", {})
 
 
-def test_the_facts_of_a_mac(monkeypatch):
-    tools = {
-        "sysctl": "Apple M3 Max\n",
-        "ioreg": '+-o AGXAcceleratorG15X\n    | "gpu-core-count" = 40\n',
-    }
+def test_the_facts_of_a_mac(monkeypatch, tmp_path):
+    tools = {"sysctl": "Apple M3 Max", "ioreg": '    | "gpu-core-count" = 40'}
+    for name, said in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
-    monkeypatch.setattr(shared_report, "_output", lambda tool, *_: tools[tool])
     facts = shared_report.machine_facts()
     found = facts["chip"], facts["gpu_cores"], facts["system"]
     assert found == ("Apple M3 Max", 40, "macOS 15.1")
-    tools["ioreg"] = ""
+    (tmp_path / "ioreg").write_text("#!/bin/sh\n")
     assert shared_report.machine_facts()["gpu_cores"] is None

@@ -257,7 +257,7 @@ def _describe_model(report: Report) -> Iterator[str]:
 
 
 def _describe_checks(report: Report) -> Iterator[str]:
-    """A line a kernel, the checks that failed, and how many were not tried."""
+    """One line for each kernel, the checks that failed, and how many were not tried."""
     yield ""
     for kernel in dict.fromkeys(result.kernel for result in report.checks):
         own = [result for result in report.checks if result.kernel == kernel]

@@ -117,7 +117,7 @@ def _is_candidate(folder: Path) -> bool:
 
 
 def describe(found: Entry) -> Entry:
-    """Everything that is known of a model."""
+    """All facts of a model that was found."""
     if found["path"] is None:
         return found
     entry = dict(found)
@@ -190,7 +190,7 @@ def _quiet() -> Iterator[None]:
 
 
 def table(entries: Sequence[Entry]) -> Iterator[str]:
-    """Lines.  Names of files and words of configurations cannot control the terminal."""
+    """Lines for people.  Names of files and words of configurations cannot control the terminal."""
     rows = [_HEADINGS, *(_cells(entry) for entry in entries if entry["supported"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

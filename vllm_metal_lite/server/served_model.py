@@ -104,8 +104,8 @@ class Model:
 
     @property
     def error(self) -> str | None:
-        """Why the model failed to load, its engine ended, or its numbers are of no use; None if
-        nothing went wrong since."""
+        """The last fault: a load that failed, an engine that ended, or numbers that are not finite.
+        None if nothing has gone wrong since the last load."""
         if self.engine is not None and not self.engine.alive:
             return self.engine.client.why_ended
         if self.engine is not None and self.engine.client.not_finite:

@@ -123,7 +123,8 @@ class Template:
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """System messages after others as text of the user's, whose messages in a row become one."""
+    """The messages with later system messages as text of the user; messages of the user in a row
+    become one."""
     count = num_systems(messages)
     kept = list(messages[:count])
     for message in messages[count:]:
@@ -166,8 +167,11 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
 
 
 def _turns(front: str | None) -> tuple[str, str, str] | None:
-    """(head of a system turn, tail of both turns, head of a user turn).  front: a system turn and a
-    user turn, rendered.  None: the turns differ in more than the role."""
+    """(head of a system turn, tail of both turns, head of a user turn); None if the turns differ in
+    more than the role.
+
+    front: the text of a system turn and a user turn.
+    """
     if front is None or not -1 < front.find(_SYSTEM) < front.find(_USER):
         return None
     first, rest = front.split(_SYSTEM, 1)

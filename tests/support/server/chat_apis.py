@@ -50,7 +50,7 @@ class Api:
     """An API and its clients.
 
     sync, asynchronous: the official clients.  prefix: the end of their base URL.
-    final: the event of a stream that holds the whole answer; empty if there is none.
+    final: the name of a stream's method that gives the whole answer.
     """
 
     sync, asynchronous, prefix, final = openai.OpenAI, openai.AsyncOpenAI, "/v1", ""
