@@ -8,7 +8,8 @@ The first model and the pinned ones are loaded at the start, others when a reque
 
 - loading: the requests for the model wait.  Models load beside each other.  Only one at a time
   takes its memory, in the order of the first requests: it waits for its turn, then until enough
-  models have left, and then has its memory reserved.  A load ends early if no request waits for it.
+  models have left, and then has its memory reserved.  A load that no request waits for ends: at
+  once while it waits for memory, otherwise after a minute.
 - leaving: another model needs the memory.  Idle models leave before busy ones, and the least
   recently used first.  A model that leaves takes no further requests, and is unloaded when its last
   one has ended.  New requests for it wait for its next load, so no model waits forever.
@@ -39,10 +40,6 @@ _GIB = 2**30
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
 # Seconds from a failed load to the next try: usually, and if other models were unloaded for it.
 _RETRY, _RETRY_WITH_ROOM = 5.0, 60.0
-
-
-class _Unwanted(Exception):
-    """No request waits for this model any longer."""
 
 
 class Models:
@@ -135,6 +132,8 @@ class Models:
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
         model.check_room()
+        while model.loading is not None and model.is_loading and model.loading.cancelling():
+            await asyncio.wait([model.loading])
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
             model.loading.add_done_callback(self._load_ended)
@@ -153,8 +152,9 @@ class Models:
             model.num_waiting -= 1
             self._changed.set()
             if not (model.num_waiting or loading.done()):
+                seconds = 0 if model.waits_for_memory else self.unwanted_seconds
                 loop = asyncio.get_running_loop()
-                model.giving_up = loop.call_later(self.unwanted_seconds, loading.cancel)
+                model.giving_up = loop.call_later(seconds, loading.cancel)
 
     def _load_ended(self, loading: asyncio.Task[LoadedEngine]) -> None:
         if not loading.cancelled():
@@ -172,19 +172,13 @@ class Models:
         """Load a model for the requests that wait for it, which become users of its engine."""
         try:
             while model.engine is None or not model.engine.takes_requests:
-                try:
-                    if model.client is not None:  # it leaves
-                        await self._change()
-                    else:
-                        await self._start_engine(model)
-                except _Unwanted:
-                    if not model.num_waiting:  # a request may have come since
-                        raise
+                if model.client is not None:  # it leaves
+                    await self._change()
+                else:
+                    await self._start_engine(model)
         except asyncio.CancelledError:
             why = "the server is shutting down, or no request waited for the model"
             raise ModelLoadError(why) from None
-        except _Unwanted:
-            raise
         except Exception as e:
             parts = e.parts if isinstance(e, ModelLoadError) else (one_line(e),)
             # The budget sets this option of each engine.
@@ -206,9 +200,11 @@ class Models:
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal began
             size = self._size(weight_bytes)
+            model.waits_for_memory = True
             async with self._taking_memory:
                 await self._make_room(model, size)
                 model.reserved = size
+            model.waits_for_memory = False
             began = self._clock()
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
@@ -219,7 +215,7 @@ class Models:
             now, size = self._clock(), model.reserved
             model.engine, model.failure = LoadedEngine(client, size, last_used=now), None
         finally:
-            model.reserved = 0
+            model.reserved, model.waits_for_memory = 0, False
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
         took, room = f"{now - began:.1f} s", size_text(size)
@@ -235,8 +231,7 @@ class Models:
     async def _make_room(self, model: Model, size: int) -> None:
         """Unload models until `size` bytes are free.
 
-        Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
-        model any longer.
+        Raises ModelLoadError if the pinned models leave less.
         """
         models = self.by_name.values()
         most = self.budget - sum(m.size for m in models if m.spec.pinned)
@@ -248,35 +243,32 @@ class Models:
         while (missing := size - self.budget + sum(m.size for m in models)) > 0:
             others = {m: m.engine for m in models if m.engine and m.client and not m.spec.pinned}
             if sum(engine.size for engine in others.values()) < missing:  # another model loads
-                await self._change(model)
+                await self._change()
                 continue
             victim = min(others, key=lambda m: (others[m].users > 0, others[m].last_used))
             await self._unload(victim, others[victim], model)
 
     async def _unload(self, victim: Model, engine: LoadedEngine, model: Model) -> None:
-        """Unload a model for another one.  Raises _Unwanted if no request waits for that one."""
+        """Unload a model for another one; it stays if the load of that one is cancelled before."""
         engine.leaves = True
         try:
             while engine.alive and engine.users:
-                await self._change(model)
-        except _Unwanted:
+                await self._change()
+        except asyncio.CancelledError:
             engine.leaves = False
             self._changed.set()
             raise
         model.made_room = True
         self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
-        await asyncio.shield(self._stop(victim, engine))  # it goes on if this load is given up
+        await asyncio.shield(self._stop(victim, engine))  # it goes on if this load is cancelled
 
     async def _stop(self, model: Model, engine: LoadedEngine) -> None:
         await engine.client.stop()
         model.engine = None
         self._changed.set()
 
-    async def _change(self, model: Model | None = None) -> None:
-        """Wait until a request leaves or a load ends.  Raises _Unwanted if a model is given, and no
-        request waits for it."""
-        if model is not None and not model.num_waiting:
-            raise _Unwanted
+    async def _change(self) -> None:
+        """Wait until a request leaves or a load ends."""
         self._changed.clear()
         await self._changed.wait()
 

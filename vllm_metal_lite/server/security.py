@@ -154,8 +154,8 @@ class _Checked:
 
 
 def _of_this_server(scope: Scope) -> Scope:
-    """The scope of a request.  If its target is a whole URI, the URI's host replaces that of the Host
-    header (RFC 9112, 3.2.2)."""
+    """The scope of a request.  If its target is a whole URI, the host of the URI counts, and not
+    that of the Host header (RFC 9112, 3.2.2)."""
     _, is_whole, rest = scope["path"].partition("://")
     if not is_whole or scope["path"].startswith("/"):
         return scope

@@ -63,6 +63,7 @@ class Model:
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
+        self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # its length in tokens, as the model's files say
         self.failure: str | None = None  # why the last load failed

@@ -170,8 +170,10 @@ Handler = Callable[[Serving, B], Awaitable[Response]]
 def endpoint(
     server: Server, body_type: type[B], handler: Handler[B]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A Starlette endpoint: it reads the body, loads the model and calls the handler.  The work ends
-    when the client goes."""
+    """A Starlette endpoint: it reads the body, loads the model and calls the handler.
+
+    The work ends when the client goes.
+    """
 
     async def answer(request: Request) -> Response:
         server.check_open()
