@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.chat.text import gather
 from tests.support.models import tiny_models
-from tests.support.server.kit import serving, text_model, user
+from tests.support.server.kit import model_text, serving, user
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
@@ -35,7 +35,7 @@ def tokenizer():
 
 def render(tokenizer, *messages, with_checkpoints=True, **fields):
     conversation = ChatRequest(messages, **fields)
-    return render_prompt(text_model(tokenizer), conversation, with_checkpoints)
+    return render_prompt(model_text(tokenizer), conversation, with_checkpoints)
 
 
 def shown(tokenizer, prompt):
@@ -119,7 +119,7 @@ def test_the_rendered_prompt_tells_whether_an_answer_goes_on_within_thoughts(
     tokenizer, messages, how, in_reasoning, may_think
 ):
     tokenizer._tokenizer.chat_template = THINKS
-    model = text_model(tokenizer)
+    model = model_text(tokenizer)
     conversation = ChatRequest([user("What does <think> do?"), *messages], **how)
     params = SamplingParams(structured_outputs={"json_object": True})
     turn = asyncio.run(prepare(model, conversation, params))
@@ -211,7 +211,7 @@ def test_the_reader_takes_only_what_the_grammar_holds(
         "{% if enable_thinking is defined and enable_thinking %}<think>",
         "{% if enable_thinking is defined %}<think></think>",
     )
-    model = text_model(tokenizer)
+    model = model_text(tokenizer)
     model.chat_format = HERMES
     messages = [user("Go on."), *([assistant("</think>Well, ")] if how is GO_ON else [])]
     tools, choice = [Tool("run", strict=is_strict)], ToolChoice(mode)

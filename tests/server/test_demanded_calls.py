@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.server.kit import OPTIONS
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.model_text import ModelText
 
 SCHEMA = {
     "type": "object",
@@ -44,7 +44,7 @@ FORMAT_NAMES = [
 
 @pytest.fixture(params=FORMAT_NAMES)
 def chat_format(request, monkeypatch):
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS[request.param])
+    monkeypatch.setattr(ModelText, "chat_format", FORMATS[request.param])
 
 
 def is_right(arguments):
@@ -93,7 +93,7 @@ SCHEMAS = {
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("choice", ["required", "auto"], ids=["demanded", "strict"])
 def test_a_schema_that_cannot_be_followed_is_named(http, monkeypatch, name, choice):
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS["hermes"])
+    monkeypatch.setattr(ModelText, "chat_format", FORMATS["hermes"])
     schema, words = SCHEMAS[name]
     parameters = {"type": "object", "properties": {"code": schema}, "required": ["code"]}
     tools = [RUN, tool("look", parameters, strict=choice == "auto")]
@@ -108,7 +108,7 @@ def test_a_schema_that_cannot_be_followed_is_named(http, monkeypatch, name, choi
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_numbers_of_arguments_are_exact_or_refused(client, monkeypatch, name):
     """Formats that do not write values as JSON have no limit."""
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS[name])
+    monkeypatch.setattr(ModelText, "chat_format", FORMATS[name])
     parameters = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}, "required": ["id"]}
     ask = {**ASK, "tools": [tool("run", parameters)], "tool_choice": "required"}
     ask |= {"parallel_tool_calls": False, "seed": 1, "max_tokens": 400}

@@ -237,7 +237,7 @@ async def test_who_waits_and_leaves_costs_nothing():
         b = await asked_for(models, "b")
         a = await asked_for(models, "a")
         b.cancel()
-        assert (await a) is first
+        assert await asyncio.wait_for(a, 30) is first
     assert world.started == ["a"]
     assert models.by_name["b"].state == "unloaded"
 
@@ -418,7 +418,7 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
             world.failing = {} if world.failing else {name: "bad luck"}
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
     assert not [t for t in tasks if not t.cancelled() and t.exception()]
     await settle()
     assert served

@@ -8,7 +8,7 @@ import pytest
 from tests.support.server.raw_http import CHAT
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.model_text import ModelText
 
 SERVING = {"engine": EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)}
 HI = {"role": "user", "content": "hi"}
@@ -80,7 +80,7 @@ MALFORMED_CALLS = {
 
 @pytest.fixture(autouse=True, params=["hermes", "qwen3_coder", "kimi_k2"])
 def chat_format(request, monkeypatch):
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS[request.param])
+    monkeypatch.setattr(ModelText, "chat_format", FORMATS[request.param])
 
 
 def check(http, asked, may_refuse=True):

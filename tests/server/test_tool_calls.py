@@ -20,7 +20,7 @@ from tests.support.server.chat_apis import (
 )
 from tests.support.server.command import eventually
 from tests.support.server.scripted import hermes_call as call
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.model_text import ModelText
 
 
 @pytest.fixture(params=APIS, ids=lambda api: api.__name__)
@@ -106,7 +106,7 @@ def test_calls_that_nobody_wants_are_text(api, script, how):
 @pytest.mark.parametrize(("choice", "names"), [("required", ["run", "wait"]), ("run", ["run"])])
 @pytest.mark.parametrize("thinks", [False, True])
 def test_demanded_calls_follow_a_grammar(api, script, choice, names, thinks, monkeypatch):
-    monkeypatch.setattr(TextModel, "thinks", property(lambda self: thinks))
+    monkeypatch.setattr(ModelText, "thinks", property(lambda self: thinks))
     script.says(call("run", cmd="ls"))
     api.whole(choice=choice)
     params = script.requests[-1].params

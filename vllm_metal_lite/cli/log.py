@@ -52,7 +52,7 @@ clear = _lines.clear
 def say(text: str, style: str = "{}") -> None:
     """Print text for people in place of the line of progress.
 
-    style: a format whose {} stands for the text.
+    style: a format; {} is the text.
     """
     clear()
     print(style.format(text), file=sys.stderr, flush=True)

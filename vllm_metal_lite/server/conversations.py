@@ -12,10 +12,10 @@ from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import check_wanted, offload
 from vllm_metal_lite.server.request_limits import num_characters
 from vllm_metal_lite.server.templates import Template
-from vllm_metal_lite.server.text_model import TextModel
 
 _ANY = ToolChoice()
 
@@ -72,7 +72,7 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 async def render(
-    model: TextModel, conversation: ChatRequest, *, to_run: bool = True
+    model: ModelText, conversation: ChatRequest, *, to_run: bool = True
 ) -> RenderedPrompt:
     """Render a conversation with the model's chat template.  Raises RequestError with the
     template's message, ContextOverflow for a conversation that is far too long.
@@ -84,7 +84,7 @@ async def render(
 
 
 def render_prompt(
-    model: TextModel, conversation: ChatRequest, with_checkpoints: bool
+    model: ModelText, conversation: ChatRequest, with_checkpoints: bool
 ) -> RenderedPrompt:
     """with_checkpoints: for models whose requests can start at some positions only."""
     if (adapt := model.chat_format.adapt) is not None:
@@ -108,7 +108,7 @@ def render_prompt(
 
 
 @contextmanager
-def overflow(model: TextModel) -> Iterator[None]:
+def overflow(model: ModelText) -> Iterator[None]:
     """Raises ContextOverflow for a prompt whose tokens are too many to count."""
     try:
         yield
@@ -116,14 +116,14 @@ def overflow(model: TextModel) -> Iterator[None]:
         raise ContextOverflow(e.num_tokens, model.facts.max_model_len) from None
 
 
-def check_length(model: TextModel, texts: Any) -> None:
+def check_length(model: ModelText, texts: Any) -> None:
     """Raise ContextOverflow for texts that no tokenizer could make fit the context."""
     if (size := num_characters(texts)) > model.max_characters:
         why = f" It has {size} characters, and no more than {model.max_characters} can fit."
         raise ContextOverflow(size // model.longest_token, model.facts.max_model_len, why)
 
 
-def encode_prompt(model: TextModel, prompt: str, add_special_tokens: bool) -> list[int]:
+def encode_prompt(model: ModelText, prompt: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
     check_length(model, prompt)
     with overflow(model):

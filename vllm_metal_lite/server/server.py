@@ -18,13 +18,13 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ContextOverflow, error_response
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
@@ -105,7 +105,7 @@ class Serving:
     resources: AsyncExitStack
 
     @property
-    def model(self) -> TextModel:
+    def model(self) -> ModelText:
         return self.engine.model
 
     @contextmanager

@@ -17,7 +17,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 class ServerConfig:
     """Options of the server; `ConfigError` names the value and the limit if one is out of range.
 
-    port: 0 stands for any free port.
+    port: 0 means any free port.
     api_key: if None, requests need no key, and the host must be a loopback address.
     allowed_hosts: names that the Host header may have, besides the address itself; "*" allows any
     name, and requests without the header.

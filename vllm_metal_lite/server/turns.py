@@ -8,11 +8,11 @@ from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest, RenderedPrompt, render
 from vllm_metal_lite.server.deltas import Delta, deltas
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import answer_form, check_calls
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.request_state import RequestState
 from vllm_metal_lite.structured_params import ThinkingParams
 
@@ -40,7 +40,7 @@ async def answer(
 
 
 async def prepare(
-    model: TextModel, conversation: ChatRequest, params: SamplingParams
+    model: ModelText, conversation: ChatRequest, params: SamplingParams
 ) -> PreparedTurn:
     """Render a conversation, and give its answer the form that `params` and its choice ask for.
 
@@ -85,7 +85,7 @@ async def prepare(
 
 
 def _reasoning(
-    model: TextModel, conversation: ChatRequest, prompt: RenderedPrompt
+    model: ModelText, conversation: ChatRequest, prompt: RenderedPrompt
 ) -> tuple[bool, bool]:
     """(The prompt ends inside a thinking block, the prompt has already closed it)."""
     chat_format, begun = model.chat_format, ""
@@ -105,7 +105,7 @@ def _reasoning(
 
 
 def _thinking(
-    model: TextModel, conversation: ChatRequest, in_reasoning: bool, has_form: bool
+    model: ModelText, conversation: ChatRequest, in_reasoning: bool, has_form: bool
 ) -> ThinkingParams | None:
     """The thoughts that come before the answer's form, or have a budget; None: neither."""
     thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.server.kit import Running, serving
 from vllm_metal_lite.chat_formats.json_markers import HERMES
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs
 from vllm_metal_lite.server.worker.request_state import RequestState
@@ -81,5 +81,5 @@ def scripted() -> Iterator[Script]:
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(TextModel, "chat_format", HERMES)
+        patch.setattr(ModelText, "chat_format", HERMES)
         yield script

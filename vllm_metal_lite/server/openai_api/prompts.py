@@ -8,8 +8,8 @@ from vllm_metal_lite.engine.prompt_ids import encode, tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.conversations import encode_prompt
 from vllm_metal_lite.server.errors import ApiError, must_be
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import check_wanted
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
@@ -36,7 +36,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def token_ids_of(
-    prompts: Sequence[Prompt], model: TextModel, special: bool, param: str
+    prompts: Sequence[Prompt], model: ModelText, special: bool, param: str
 ) -> list[list[int]]:
     """Token ids of the prompts of a field.  Raises ApiError (400)."""
     places = places_of(param, prompts)
@@ -44,7 +44,7 @@ def token_ids_of(
 
 
 def token_ids(
-    prompt: Prompt, model: TextModel, special: bool, where: str, cut: bool = False
+    prompt: Prompt, model: ModelText, special: bool, where: str, cut: bool = False
 ) -> list[int]:
     """Token ids of a prompt.  Raises ApiError (400), which names the place.
 
@@ -61,7 +61,7 @@ def token_ids(
         raise ApiError(400, f"{where}: {e}", param=where) from None
 
 
-def _beginning(text: str, model: TextModel) -> str:
+def _beginning(text: str, model: ModelText) -> str:
     """The beginning of a text, of at least two contexts if the text has as many.  Its tokens are
     those of the whole text, but for some at its end."""
     size = _SHORT

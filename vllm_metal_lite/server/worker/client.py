@@ -11,8 +11,8 @@ from typing import Any
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
+from vllm_metal_lite.server.model_text import ModelFacts, ModelText
 from vllm_metal_lite.server.offload import REQUESTER, offload
-from vllm_metal_lite.server.text_model import ModelFacts, TextModel
 from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, AnswerUpdate, EngineLost
@@ -30,7 +30,7 @@ class EngineClient:
     pid: the process's id.  why_ended: one line, once `ended` is set.
     """
 
-    model: TextModel
+    model: ModelText
 
     def __init__(self, name: str, check: EngineConfig | None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
@@ -68,7 +68,7 @@ class EngineClient:
             client._link.send(config)
             loading = offload(load_tokenizer_only, path, config.trust_remote_code)
             tokenizer, facts = await asyncio.gather(loading, client._facts)
-            client.model = TextModel(facts, tokenizer)
+            client.model = ModelText(facts, tokenizer)
             await offload(lambda: client.model.longest_token)
         except BaseException as e:
             client._is_stopping = True

@@ -43,7 +43,7 @@ class ModelFacts:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
 
-class TextModel:
+class ModelText:
     """A model's tokenizer and its properties.  Each property is computed at its first use."""
 
     def __init__(self, facts: ModelFacts, tokenizer: TokenizerWrapper) -> None:
