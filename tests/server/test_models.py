@@ -160,6 +160,15 @@ async def test_the_least_recently_used_makes_room():
     assert sorted(models.loaded) == ["a", "b", "d"]
 
 
+async def test_an_idle_model_makes_room_before_a_busy_one():
+    world = World(memory=10, a=2, b=2, c=2)  # room for two
+    models = world.models("a", "b", "c")
+    async with held(models, "a"):
+        await once(models, "b")
+        await asyncio.wait_for(once(models, "c"), 30)
+    assert list(models.loaded) == ["a", "c"]
+
+
 async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones():
     world, models = two_with_room_for_one()
     async with held(models, "a") as first:

@@ -260,9 +260,8 @@ class Models:
             raise
         model.made_room = True
         self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
-        await asyncio.shield(
-            self._stop(victim, engine)
-        )  # the stop continues if this load is cancelled
+        # The stop continues if this load is cancelled.
+        await asyncio.shield(self._stop(victim, engine))
 
     async def _stop(self, model: Model, engine: LoadedEngine) -> None:
         await engine.client.stop()
