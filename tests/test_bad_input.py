@@ -13,7 +13,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.refusal import Broken, refusal
 from tests.support.server.cli_kit import model_folder
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.cli.batch import BadLine, parse_line, result_line
+from vllm_metal_lite.cli.batch import id_of, job_of, read_line, result_line
 from vllm_metal_lite.cli.files import OrderedWriter
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine import intake
@@ -80,8 +80,8 @@ def test_a_parameter_is_refused_in_python_as_in_a_line_and_as_a_flag(
     field, flag, value, words, capsys
 ):
     assert refusal(SamplingParams, **{field: value}) == f"{field} {words}"
-    line = json.dumps({"prompt": "x", field: value}).encode()
-    assert refusal(parse_line, line, 1, {}) == f"{field} {words}"
+    line = read_line(json.dumps({"prompt": "x", field: value}).encode())
+    assert refusal(job_of, line, 1, {}) == f"{field} {words}"
     if flag is not None:
         assert main(["chat", flag, str(value)]) == 2
         assert capsys.readouterr().err == f"error: {flag} {words}\n"
@@ -202,13 +202,12 @@ def test_what_cannot_be_the_name_of_a_file(name, capsys):
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "true", "[1]", '"\\ud800"'])
 def test_an_id_that_cannot_come_back_is_refused(value):
-    with pytest.raises(BadLine, match=r"^id must be a string .* or a finite number, got") as error:
-        parse_line(f'{{"prompt": "x", "id": {value}}}'.encode(), 7, {})
-    assert error.value.id == 7
+    message = refusal(id_of, read_line(f'{{"id": {value}}}'.encode())["id"], 7)
+    assert message.startswith("id must be a string of valid Unicode or a finite number, got")
 
 
 def test_log_probabilities_of_nothing_are_null():
-    job = parse_line(b'{"prompt": "x"}', 1, {})
+    job = job_of({"prompt": "x"}, 1, {})
     out = CompletionOutput(0, "", [5], -INF, [{5: Logprob(-INF), 6: Logprob(-0.5)}], "length")
     result = result_line(job, RequestOutput("1", "x", [1], [out]))
     assert (result["cumulative_logprob"], result["logprobs"]) == (None, [{"5": None, "6": -0.5}])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.chat.text import gather
 from tests.support.models import tiny_models
-from tests.support.server.kit import serving, model_text, user
+from tests.support.server.kit import model_text, serving, user
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice

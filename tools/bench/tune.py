@@ -32,7 +32,7 @@ from vllm_metal_lite.specs import AttentionShape, Quantisation
 
 SHAPE = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 CHAIN = 100  # calls
-_BLOCK, _OWN = 16, 128  # of a store; keys of a row after a shared prefix
+_BLOCK, _OWN = 16, 128  # tokens of a block; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use

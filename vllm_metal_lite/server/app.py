@@ -61,7 +61,7 @@ def make_app(server: Server) -> ASGIApp:
 
 
 def _identified(app: ASGIApp) -> ASGIApp:
-    """Adds a request id to every response, under both APIs' header names."""
+    """An application that adds a request id to every response, under both APIs' header names."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
@@ -76,7 +76,7 @@ def _identified(app: ASGIApp) -> ASGIApp:
 
 
 async def _http_error(request: Request, e: Exception) -> Response:
-    """404 and 405, as JSON."""
+    """Answer 404 and 405 as JSON."""
     assert isinstance(e, HTTPException)
     path = request.url.path
     message = f"{request.method} {shorten(path)}: {e.detail}"

@@ -12,10 +12,10 @@ from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
-from vllm_metal_lite.server.request_limits import num_characters
-from vllm_metal_lite.server.offload import check_wanted, offload
-from vllm_metal_lite.server.templates import Template
 from vllm_metal_lite.server.model_text import ModelText
+from vllm_metal_lite.server.offload import check_wanted, offload
+from vllm_metal_lite.server.request_limits import num_characters
+from vllm_metal_lite.server.templates import Template
 
 _ANY = ToolChoice()
 
@@ -103,7 +103,7 @@ def render_prompt(model: ModelText, conversation: ChatRequest, with_checkpoints:
 
 @contextmanager
 def overflow(model: ModelText) -> Iterator[None]:
-    """Inside of the block, a prompt with too many tokens to count raises ContextOverflow."""
+    """Raises ContextOverflow for a prompt whose tokens are too many to count."""
     try:
         yield
     except PromptTooLong as e:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class ApiError(Exception):
     """A request that is not served.
 
-    status: the HTTP status.  param: the field at fault.  code: OpenAI's name of the error.
+    status: the HTTP status.  param: the name of the field at fault.  code: OpenAI's error code.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class ApiError(Exception):
 
 
 def bad(where: str, what: str) -> ApiError:
-    """400: the message is the place, then what is wrong there."""
+    """An error of status 400; its message is the place followed by the fault there."""
     return ApiError(400, where + what, param=where)
 
 
 def must_be(where: str, allowed: str, value: Any) -> ApiError:
-    """400: names the place, what is allowed there, and the value."""
+    """An error of status 400 that names the place, the allowed values and the value."""
     return bad(where, f" must be {allowed}, got {show(value)}")
 
 
@@ -90,7 +90,7 @@ def _status_of(why: str) -> int:
     return 500 if NOT_FINITE in why else 400
 
 
-# By status.  The other statuses share one type below 500 and one from 500 on.
+# Error types by status.  All other statuses below 500 share one type, and so do those from 500 on.
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 

@@ -21,8 +21,8 @@ _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 class ModelFacts:
     """Facts about an engine and its model, for the server.
 
-    uses_checkpoints: requests can start at some positions only, so checkpoints are of use.
-    num_blocks: of the first KV group.  description: lines for the user.
+    uses_checkpoints: whether checkpoints help, because requests can start at some positions only.
+    num_blocks: the number of blocks of the first KV group.  description: lines for the user.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ModelText:
 
     @property
     def max_characters(self) -> int:
-        """A longer prompt does not fit, whatever its text."""
+        """No prompt with more characters fits, whatever its text is."""
         return self.max_prompt_tokens * self.longest_token
 
     @cached_property

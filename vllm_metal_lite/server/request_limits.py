@@ -12,7 +12,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad
 from vllm_metal_lite.structured_params import MAX_FORM
 
-# Entries of a list or an object, by the field's name in any API.
+# The most entries of a list or an object, by the field's name in any API.
 MAX_ENTRIES = {
     "messages": 2_048,
     "input": 2_048,
@@ -25,7 +25,7 @@ MAX_ENTRIES = {
     "allowed_token_ids": 32_768,
 }
 MAX_OTHER_ENTRIES = 1_024  # tools, stop_token_ids, documents, metadata, ...
-# Characters of all texts within a field.
+# The most characters of all texts within a field.
 MAX_CHARACTERS = {
     "tools": 1_000_000,
     "stop": 8_192,
@@ -37,13 +37,14 @@ MAX_CHARACTERS = {
     "output_config": MAX_FORM,
     "text": MAX_FORM,
 }
-# Of all prompts of a pooling request, where a query and an instruction are a part of each pair.
+# The most of a pooling request.  A query and an instruction count again in each of its pairs.
 MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS = 16_000_000, 4_000_000
 MAX_N = 128  # as in OpenAI's API
-# Tokens times the log-probabilities of each.  A request with n=1 may always fill the context.
+# The most log-probabilities of a request: its tokens times those of each token.  The answer of a
+# request with n=1 has no limit, because it may always fill the context.
 MAX_PROMPT_LOGPROBS, MAX_LOGPROBS_OF_ANSWERS = 200_000, 500_000
-# In a body's JSON.  Parsing takes a microsecond an object, and 30 ns a number such as a token id;
-# commas are counted instead of numbers.
+# The most objects and numbers in a body's JSON.  Parsing takes a microsecond an object, and 30 ns a
+# number such as a token id.  Commas are counted instead of numbers.
 MAX_CONTAINERS, MAX_COMMAS = 20_000, 1_000_000
 _FEW = 1 << 16  # bytes; a smaller body is always cheap to parse
 _SLICE = 1 << 18

@@ -17,20 +17,21 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.errors import ContextOverflow, error_response
-from vllm_metal_lite.server.request_limits import check_logprobs
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
+from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
-from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of unknown fields in the log: in all, in one line
+# Names of unknown fields that the log shows: in all, and in one line.
+_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10
 
 
 class Server:
@@ -92,8 +93,10 @@ def client_of(request: Request) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Serving:
-    """A request while it is served.  model_name: as requests call it.  resources: closed when the
-    response ends."""
+    """A request while it is served.
+
+    model_name: the name that requests use for the model.  resources: closed when the response ends.
+    """
 
     server: Server
     model_name: str
@@ -164,7 +167,10 @@ Handler = Callable[[Serving, B], Awaitable[Response]]
 def endpoint(
     server: Server, body_type: type[B], handler: Handler[B]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A Starlette endpoint: reads the body, loads the model, ends the work when the client goes."""
+    """A Starlette endpoint: it reads the body, loads the model and calls the handler.
+
+    The work ends when the client goes.
+    """
 
     async def answer(request: Request) -> Response:
         server.check_open()

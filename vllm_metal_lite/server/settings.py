@@ -19,11 +19,11 @@ class ServerConfig:
 
     The flags say what each option does, and docs/configuration.md says more.
 
-    api_key None: requests need no key; loopback addresses only.
-    allowed_hosts: names in the Host header that are accepted beside the address itself; "*": any,
-    and requests without one.  allowed_origins: the origins of web pages that may call the server
-    (CORS); "*": any.
-    memory_budget_gib None: a safe value for the device.
+    api_key: if None, requests need no key, and the host must be a loopback address.
+    allowed_hosts: names that the Host header may have, besides the address itself; "*" allows any
+    name, and requests without the header.
+    allowed_origins: origins of web pages that may call the server (CORS); "*" allows any.
+    memory_budget_gib: the memory for all models together; if None, a safe value for the device.
     """
 
     host: Annotated[

@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.lifecycle import Stopping, listen, serve
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.served_model import ModelSpec
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.worker.client import EngineClient
 
 # Of official clients.  Every reply is checked against the client's own schema; an error is shown,

@@ -20,8 +20,12 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 
 @dataclass
 class Script:
-    """texts: of the next answers, `n` a request; the last stays.  size: characters a delta, one
-    token each.  end: finish_reason.  requests: what the engine was asked, in order."""
+    """The answers of a scripted engine, and the requests that it got.
+
+    texts: the texts of the next answers, `n` for a request; the last one is used again and again.
+    size: characters of a delta, which counts as one token.  end: the finish_reason.
+    requests: the requests to the engine, in order.
+    """
 
     running: Running
     texts: list[str] = field(default_factory=list)
@@ -33,7 +37,7 @@ class Script:
         self.texts, self.size, self.end = [*texts], size, end
 
     def pieces(self) -> list[str]:
-        """Of the next answer."""
+        """The deltas of the next answer."""
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         return [text[i : i + self.size] for i in range(0, len(text), self.size)]
 

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
-from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
@@ -19,6 +18,7 @@ from vllm_metal_lite.server.openai_api.logprobs import (
 from vllm_metal_lite.server.openai_api.prompts import Prompt, all_of, split_prompts, token_ids_of
 from vllm_metal_lite.server.openai_api.reply import Choice, ChoiceWriter, CompletionFields, Reply
 from vllm_metal_lite.server.params import Unsupported, sampling_params
+from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.messages import Delta

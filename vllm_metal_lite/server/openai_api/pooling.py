@@ -17,12 +17,12 @@ from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.server.conversations import check_length
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, must_be
-from vllm_metal_lite.server.request_limits import MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.prompts import all_of, places_of, split_prompts, token_ids
 from vllm_metal_lite.server.params import ScheduledBody
+from vllm_metal_lite.server.request_limits import MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 

@@ -8,8 +8,8 @@ from vllm_metal_lite.engine.prompt_ids import encode, tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.conversations import encode_prompt
 from vllm_metal_lite.server.errors import ApiError, must_be
-from vllm_metal_lite.server.offload import check_wanted
 from vllm_metal_lite.server.model_text import ModelText
+from vllm_metal_lite.server.offload import check_wanted
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]

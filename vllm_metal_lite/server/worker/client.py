@@ -11,8 +11,8 @@ from typing import Any
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
-from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.model_text import ModelFacts, ModelText
+from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, Delta, EngineLost

@@ -28,9 +28,9 @@ from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.offload import GRAMMARS
 from vllm_metal_lite.server.output import never_waiting
-from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost
 from vllm_metal_lite.server.worker.progress import Progress
 from vllm_metal_lite.server.worker.watch import Watcher

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.server.raw_http import CHAT, MESSAGES
 from vllm_metal_lite import SamplingParams
-from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.request_limits import check_json, check_logprobs
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -160,9 +160,9 @@ def test_values_of_a_body_have_a_limit(http, value, what):
 
 @pytest.mark.parametrize("inside", ["[{,", 'a "[{,', 'b\\"[', "\\\\\\"])
 def test_brackets_and_commas_within_texts_do_not_count(inside):
-    limits.check_json(json.dumps({"text": inside * 400_000}).encode())
+    check_json(json.dumps({"text": inside * 400_000}).encode())
     with pytest.raises(ApiError, match="has 20,001 objects"):
-        limits.check_json(json.dumps([[]] * 20_000 + [inside * 400_000]).encode())
+        check_json(json.dumps([[]] * 20_000 + [inside * 400_000]).encode())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_log_probabilities_of_a_request_have_a_limit(num_prompt_tokens, asked, w
     params = SamplingParams(**{"max_tokens": None, **asked})
     refused = pytest.raises(ApiError, match=words) if words else nullcontext()
     with refused:
-        limits.check_logprobs([num_prompt_tokens], 100_000, params)
+        check_logprobs([num_prompt_tokens], 100_000, params)
 
 
 def test_log_probabilities_of_all_prompts_of_a_request_are_counted(http):
