@@ -43,7 +43,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 MLX = ("mlx", "mlx_lm", "transformers", "torch", "vllm")
 
 # Modules that import others by a name made at run time.
-BY_NAME = {"__init__", "checks.run_check", "cli.main", "runner.build"}
+BY_NAME = {"__init__", "cli.main", "runner.build"}
 # What vLLM itself is imported for, in the plugin, is not listed here.
 FOR_TYPE_CHECKERS = {
     "__init__",  # whose names are loaded when they are first used
@@ -164,8 +164,7 @@ def test_mlx_has_one_door():
 
 
 def test_who_imports_by_name():
-    """`runner.build` takes the rooms that are there, `checks.run_check` a check that the registry
-    names; the front doors load late what they need."""
+    """`runner.build` takes the rooms that are there; the front doors load late what they need."""
     callers = {
         module
         for module, tree in trees().items()

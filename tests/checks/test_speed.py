@@ -9,11 +9,12 @@ import pytest
 from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.kernels.launches import watch
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import attention, fallbacks, isolated, speed
-from vllm_metal_lite.checks.check import Check, Speed
+from vllm_metal_lite.checks import attention, isolated, speed
+from vllm_metal_lite.checks.check import Check, Loads, Speed
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape
 
 measure = speed.measure
@@ -24,18 +25,13 @@ USE = KernelUse(
     SHAPES, 16, (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)), (64,),
     recurrences=(GatedNormShape(32, 3, mx.float32),),
 )  # fmt: skip
-TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "latent_attention",
-         "latent_prefill", "gather_rows", "rope_write", "latent_write", "fused_decode",
-         "add_rms_norm", "gated_rms_norm")  # fmt: skip
+TIMED = [row.name for row in REGISTRY.values() if row.timed]
+SMALL = Loads(3, 20, 70, 32, ((2, 20, 20), (1, 40, 20)), 9)
 
 
 @pytest.fixture
 def a_gpu(monkeypatch, tmp_path):
-    """Small loads; both candidates of each are run once, one after the other."""
-    sizes = {"_DECODES": 3, "_CONTEXT": 20, "_LONG": 70, "_PREFIX": 32, "_ROWS": 9}
-    sizes["_PROMPTS"] = (2, 20, 20), (1, 40, 20)
-    for name, value in sizes.items():
-        monkeypatch.setattr(fallbacks, name, value)
+    """A device that splits the contexts of SMALL loads."""
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
     change_device(monkeypatch, rows_as_decodes=0)
     with gpu_on_host(monkeypatch, tmp_path):
@@ -46,8 +42,7 @@ def a_gpu(monkeypatch, tmp_path):
 def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
     launched = set()
     watch(monkeypatch, lambda k, _, template: launched.add((k, bool(template.get("FUSED")))))
-    base_of = {"fused_decode": "paged_decode", "latent_prefill": "latent_attention"}
-    name = base_of.get(kernel, kernel), kernel == "fused_decode"
+    name = REGISTRY[kernel].file, bool(REGISTRY[kernel].template)
     loads = 0
 
     def seconds(ours, fallback):
@@ -65,7 +60,7 @@ def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, 
 
     monkeypatch.setattr(speed, "_seconds", seconds)
     checks = [c for c in checks_for(USE) if c.kernel == kernel]
-    found = [measure(check) for check in checks]
+    found = [measure(check, SMALL) for check in checks]
     assert loads
     assert found == [
         None
@@ -135,7 +130,7 @@ def test_timing_on_a_slow_device_ends_before_the_deadline(monkeypatch):
         return mx.zeros(1)
 
     pairs = [(lambda: work(1.0), lambda: work(0.5))] * 2
-    monkeypatch.setattr(fallbacks, "prompts", lambda _: pairs)
+    monkeypatch.setattr(attention, "timed_prefill", lambda *_: pairs)
     assert measure(Check("varlen_prefill", SHAPE, 16)).ratio == 2
     assert now[0] < 0.75 * isolated.DEADLINE
 

@@ -11,8 +11,8 @@ import pytest
 
 from metal.host import HostError, KernelFault, installed, mlx_source
 from tests.support.kernels.attention_runs import kv_write
-from tests.support.kernels.runs import RUN, WRITTEN
 from tests.support.kernels.seeded_faults import FAULTS
+from tests.support.kernels.table import RUN, WRITTEN
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 

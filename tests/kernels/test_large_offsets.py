@@ -15,7 +15,7 @@ import pytest
 from metal.host import installed, memory
 from tests.support.kernels.arrays import floats
 from tests.support.kernels.recurrent_cases import given
-from tests.support.kernels.runs import WRITTEN
+from tests.support.kernels.table import WRITTEN
 from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write

@@ -214,6 +214,17 @@ def spec_of(shape: AttentionShape) -> LayerSpec:
     return LayerSpec(*sizes, shape.dtype, shape.window, bits=shape.kv_bits)
 
 
+def rows_only(shape: AttentionShape) -> AttentionShape:
+    """The fields that affect stored rows; masks do not."""
+    heads, dims = (shape.num_heads, shape.num_kv_heads), (shape.k_head_dim, shape.v_head_dim)
+    return AttentionShape(*heads, *dims, shape.dtype, kv_bits=shape.kv_bits)
+
+
+def heads_only(shape: AttentionShape) -> AttentionShape:
+    """The fields that affect queries; masks and the format of the store do not."""
+    return replace(rows_only(shape), kv_bits=None)
+
+
 @lru_cache(maxsize=2)  # the checks of one shape follow each other
 def case_of(shape: AttentionShape, block_size: int) -> Case:
     return Case(shape, block_size)

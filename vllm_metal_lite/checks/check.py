@@ -2,6 +2,7 @@
 
 import copyreg
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -91,6 +92,27 @@ class Check(Generic[S]):
 
 
 AttentionCheck = Check[AttentionShape]
+
+Work = Callable[[], object]
+# The work with the kernel, and the same work by its fallback.
+Pair = tuple[Work, Work]
+
+
+class Loads(NamedTuple):
+    """The work that is timed: so much that the device's time counts, not the host's.
+
+    decodes, context: requests, and the tokens of each.  long: the tokens of a context in splits.
+    prefix: the tokens that decodes share.  prompts: (requests, context, rows of each); the default
+    is four whole prompts, and a chunk.  rows: the rows of launches without attention.
+    """
+
+    decodes: int = 16
+    context: int = 512
+    long: int = 4096
+    prefix: int = 2048
+    prompts: tuple[tuple[int, int, int], ...] = ((4, 512, 512), (1, 4096, 1024))
+    rows: int = 512
+
 
 # A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.

@@ -1,4 +1,4 @@
-"""Checks the kernels of recurrent layers on this device.
+"""The kernels of recurrent layers: when a model uses them, their checks, and their timing.
 
 The reference is their fallback, mlx-lm's functions, in float32 on this machine's CPU.  Each check
 runs three steps: prompts, chunks and decodes together, with checkpoints and rows of padding; rows
@@ -6,6 +6,7 @@ that continue these states; and decodes alone, which load no tiles.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, Loads, Pair
 from vllm_metal_lite.checks.values import EPS, ROWS, TOLERANCE, draw, largest, largest_error
 from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
@@ -24,8 +25,14 @@ from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
-from vllm_metal_lite.specs import ConvShape, GatedNormShape, RecurrenceShape
+from vllm_metal_lite.specs import ConvShape, GatedNormShape, KernelUse, RecurrenceShape
 
+# `gated_delta` also computes the state space update.
+_KERNELS = {
+    ConvShape: "causal_conv",
+    RecurrenceShape: "gated_delta",
+    GatedNormShape: "gated_rms_norm",
+}
 _SLOTS, _PADDING = 8, 1
 _KEY: Key = (0, 0)
 _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
@@ -57,6 +64,10 @@ _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS
 
 # A layer's work in a step of _STEPS, on rows of one type.
 LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
+
+
+def checks(use: KernelUse) -> list[Check]:
+    return [Check(_KERNELS[type(shape)], shape) for shape in use.recurrences]
 
 
 def convolution(check: Check[ConvShape]) -> float:
@@ -121,6 +132,20 @@ def gated_norm(check: Check[GatedNormShape]) -> float:
     rows = rows / np.sqrt((rows.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS)
     expected = (rows * weight.reshape(-1, shape.dim)).reshape(ROWS, width)
     return largest_error(got, expected if shape.gate_first else expected * act, TOLERANCE[dtype])
+
+
+def timed_gated_norm(check: Check[GatedNormShape], loads: Loads) -> list[Pair]:
+    """Timed for the norm before the gate; the other order has as many launches."""
+    shape = check.shape
+    x = mx.random.normal((loads.rows, shape.groups, shape.dim)).astype(shape.dtype)
+    weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(loads.rows, -1), 0)
+    mx.eval(x, weight, z.array)
+
+    def unfused() -> mx.array:
+        return mx.fast.rms_norm(x, weight, EPS) * (x * mx.sigmoid(x))
+
+    fused = partial(gated_rms_norm, x, z, weight, EPS, dim=shape.dim)
+    return [(fused, mx.compile(unfused))]
 
 
 def _compare(work: LayerStep, states: np.ndarray, state_dtype: mx.Dtype, dtype: mx.Dtype) -> float:

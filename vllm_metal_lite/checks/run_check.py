@@ -8,23 +8,22 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from importlib import import_module
 from multiprocessing.connection import Connection
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import speed
 from vllm_metal_lite.checks.check import Check, CheckResult
+from vllm_metal_lite.checks.for_model import function
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 
 def run(check: Check, timed: bool = False) -> CheckResult:
     """timed: also time the kernel, if it is correct, and its fallback."""
-    module, function = REGISTRY[check.kernel].check.split(".")
+    row = REGISTRY[check.kernel]
     try:
-        checks = import_module(f"vllm_metal_lite.checks.{module}")
-        error = getattr(checks, function)(check)
+        error = function(row, row.check)(check)
     except Exception as e:  # from a compiler or a driver
         return CheckResult(check, failure=one_line(e))
     result = CheckResult(check, error)

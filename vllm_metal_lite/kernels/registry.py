@@ -2,7 +2,7 @@
 
 One row for each kernel of metal/, and one for each use of a kernel that can fail by itself.  The
 choice of an attention path, the checks, `doctor`, the fallback in a step, the table in
-docs/kernels.md and the tools read these rows.
+docs/kernels.md and the tools read these rows.  CONTRIBUTING.md lists the files of a new kernel.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +23,10 @@ class KernelRow:
     """name: in results of checks and in warnings.  A kernel is named like its file in metal/.
 
     fallback: the replacement, as a warning words it.
-    check: "module.function" in checks/.
-    timed_against: the function of checks/fallbacks.py that times the kernel beside its
-        fallback; "": the kernel is not timed.
+    module: in checks/; it holds the two functions that follow.
+    check: the function that returns the largest error of the kernel.
+    timed: the function that returns the kernel's work, and the same work by its fallback; "": the
+        kernel is not timed.
     needs: kernels without which this one is neither used nor checked; they need none themselves.
     base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
@@ -35,8 +36,9 @@ class KernelRow:
 
     name: str
     fallback: str
+    module: str
     check: str
-    timed_against: str = ""
+    timed: str = ""
     needs: tuple[str, ...] = ()
     base: str = ""
     template: tuple[str, ...] = ()
@@ -50,30 +52,40 @@ class KernelRow:
 
 
 _ROWS = (
-    KernelRow("kv_write", REFERENCE, "attention.write", essential=True),
-    KernelRow("kv_write_quantised", REFERENCE, "attention.write", essential=True),
-    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prefill="gather"),
+    KernelRow("kv_write", REFERENCE, "attention", "write", essential=True),
+    KernelRow("kv_write_quantised", REFERENCE, "attention", "write", essential=True),
+    KernelRow("kv_gather", "prompts use varlen_prefill", "attention", "gather", prefill="gather"),
     KernelRow(
-        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prefill="gather"
+        "kv_gather_quantised", "prompts use varlen_prefill", "attention", "gather", prefill="gather"
     ),
     KernelRow(
-        "paged_decode", "decodes are computed as prompts of one token", "attention.decode", "decode"
+        "paged_decode",
+        "decodes are computed as prompts of one token",
+        "attention",
+        "decode",
+        "timed_decode",
     ),
     KernelRow(
-        "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
+        "latent_attention",
+        "all rows use kv_gather and MLX's SDPA",
+        "attention",
+        "decode",
+        "timed_decode",
     ),
     KernelRow(
         "merge_partitions",
         "contexts are not split",
-        "attention.decode",
-        "merge",
+        "attention",
+        "decode",
+        "timed_merge",
         needs=("paged_decode", "latent_attention"),
     ),
     KernelRow(
         "latent_prefill",
         _GATHER,
-        "attention.prefill",
-        "prompts",
+        "attention",
+        "prefill",
+        "timed_prefill",
         needs=("latent_attention",),
         base="latent_attention",
         prefill="varlen",
@@ -81,37 +93,55 @@ _ROWS = (
     KernelRow(
         "shared_prefix",
         "a shared prefix is read by each request",
-        "attention.decode",
-        "prefix",
+        "attention",
+        "decode",
+        "timed_prefix",
         needs=("paged_decode",),
     ),
-    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
-    KernelRow("gather_rows", "MLX's own operations are used", "attention.reorder", "reorder"),
+    KernelRow("varlen_prefill", _GATHER, "attention", "prefill", "timed_prefill", prefill="varlen"),
     KernelRow(
-        "rope_write", "prompts use MLX's norm and rotation, and kv_write", "new_rows.write", "write"
+        "gather_rows", "MLX's own operations are used", "attention", "reorder", "timed_reorder"
+    ),
+    KernelRow(
+        "rope_write",
+        "prompts use MLX's norm and rotation, and kv_write",
+        "new_rows",
+        "write",
+        "timed_write",
     ),
     KernelRow(
         "fused_decode",
         "decodes use rope_write and paged_decode",
-        "attention.decode",
-        "fused_decode",
+        "attention",
+        "decode",
+        "timed_fused_decode",
         needs=("paged_decode",),
         base="paged_decode",
         template=("FUSED",),
     ),
     KernelRow(
-        "latent_write", "MLX's norm and rotation, and kv_write, are used", "new_rows.write", "write"
+        "latent_write",
+        "MLX's norm and rotation, and kv_write, are used",
+        "new_rows",
+        "write",
+        "timed_write",
     ),
-    KernelRow("add_rms_norm", "MLX's sum and norm are used", "products.add_norm", "add_norm"),
-    KernelRow("skinny_gemm", "MLX's product is used", "products.product"),
-    KernelRow("expert_topk", "MLX's operations choose experts", "products.topk"),
-    KernelRow("expert_plan", _EXPERTS, "products.expert_plan"),
-    KernelRow("expert_gemm", _EXPERTS, "products.mixture", needs=("expert_plan", "expert_sum")),
-    KernelRow("expert_sum", _EXPERTS, "products.weighted_sum"),
-    KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),
-    KernelRow("gated_delta", _OPERATIONS, "recurrent.recurrence", essential=True),
     KernelRow(
-        "gated_rms_norm", "MLX's norm and product are used", "recurrent.gated_norm", "gated_norm"
+        "add_rms_norm", "MLX's sum and norm are used", "products", "add_norm", "timed_add_norm"
+    ),
+    KernelRow("skinny_gemm", "MLX's product is used", "products", "product"),
+    KernelRow("expert_topk", "MLX's operations choose experts", "products", "topk"),
+    KernelRow("expert_plan", _EXPERTS, "products", "expert_plan"),
+    KernelRow("expert_gemm", _EXPERTS, "products", "mixture", needs=("expert_plan", "expert_sum")),
+    KernelRow("expert_sum", _EXPERTS, "products", "weighted_sum"),
+    KernelRow("causal_conv", _OPERATIONS, "recurrent", "convolution", essential=True),
+    KernelRow("gated_delta", _OPERATIONS, "recurrent", "recurrence", essential=True),
+    KernelRow(
+        "gated_rms_norm",
+        "MLX's norm and product are used",
+        "recurrent",
+        "gated_norm",
+        "timed_gated_norm",
     ),
 )
 REGISTRY: dict[str, KernelRow] = {row.name: row for row in _ROWS}

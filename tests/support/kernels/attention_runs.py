@@ -1,8 +1,6 @@
-"""A small launch of every kernel of attention and of the store, which uses all of its parts.
+"""A small launch of every kernel of attention and of the store, which uses all of its parts."""
 
-A part of `runs`.
-"""
-
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.device import change_device
+from tests.support.kernels.row import LATENT, PLAIN, QUANTISED, KernelRow, ServingCase
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, latent_attention
@@ -185,37 +184,123 @@ def gathered_rows(dtype):
 
 
 ATTENTION = {
-    "gather_rows": gathered_rows,
-    "kv_write": kv_write,
-    "kv_gather": kv_gather,
-    "paged_decode": paged_decode,
-    "merge_partitions": merge_partitions,
-    "varlen_prefill": varlen_prefill_rows,
-    "latent_attention": latent_rows,
-    "latent_write": new_latents,
-    "latent_write/quantised": partial(new_latents, bits=4),
-    "latent_write/scaled": partial(new_latents, factor=FACTOR),
-    "latent_attention/splits": partial(latent_rows, splits=3),
-    "latent_attention/quantised": partial(latent_rows, dims=(128, 24), bits=4),
-    # A tile of keys has more parts than its threads take at once.
-    "varlen_prefill/wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
-    "varlen_prefill/quantised": partial(varlen_prefill_rows, bits=4),
-    "kv_write_quantised": partial(kv_write, bits=4),
-    "kv_write_quantised/wide": wide_kv_write,
-    "kv_gather_quantised": partial(kv_gather, bits=4),
-    "paged_decode/quantised": partial(paged_decode, bits=4),
-    "paged_decode/fused": fused_decode,
-    "paged_decode/scaled": partial(fused_decode, factor=FACTOR),
-    "paged_decode/fused_quantised": partial(fused_decode, bits=4),
-    "rope_write/quantised_in_turns": rope_write_in_turns,
-    "rope_write/quantised": partial(rope_write_rows, bits=4),
-    "shared_prefix": shared_prefix_rows,
-    "shared_prefix/fused": shared_prefix_of_new_rows,
-    "shared_prefix/scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
-    "shared_prefix/quantised": partial(shared_prefix_rows, dim=128, bits=8),
-    "paged_decode/prefix": decode_behind_a_prefix,
-    # The prefix in more splits than both look at side by side.
-    "paged_decode/prefix_splits": partial(decode_behind_a_prefix, splits=40, plan=(2, 2)),
-    "rope_write": rope_write_rows,
-    "rope_write/scaled": partial(rope_write_rows, factor=FACTOR),
+    "kv_write": KernelRow(
+        ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
+        {"": kv_write},
+        faults=("does not compile",),
+        serving=PLAIN,
+        store="writes",
+    ),
+    "kv_write_quantised": KernelRow(
+        ("if (slot >= 0 && head < KV", "if (slot > 40 && head < KV"),
+        {"": partial(kv_write, bits=4), "wide": wide_kv_write},
+        use=QUANTISED,
+        serving=replace(PLAIN, kv_bits=8),
+        store="writes",
+    ),
+    "kv_gather": KernelRow(
+        ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
+        {"": kv_gather},
+        faults=("raises",),
+        serving=PLAIN,
+        store="reads",
+    ),
+    "kv_gather_quantised": KernelRow(
+        ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
+        {"": partial(kv_gather, bits=4)},
+        use=QUANTISED,
+        serving=replace(PLAIN, kv_bits=8),
+        store="reads",
+    ),
+    "paged_decode": KernelRow(
+        # An update of the maximum that is forgotten.
+        ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
+        {
+            "": paged_decode,
+            "quantised": partial(paged_decode, bits=4),
+            "fused": fused_decode,
+            "scaled": partial(fused_decode, factor=FACTOR),
+            "fused_quantised": partial(fused_decode, bits=4),
+            "prefix": decode_behind_a_prefix,
+            # The prefix in more splits than both look at side by side.
+            "prefix_splits": partial(decode_behind_a_prefix, splits=40, plan=(2, 2)),
+        },
+        serving=replace(PLAIN, wrong="!FUSED"),
+        store="writes if fused",
+    ),
+    "fused_decode": KernelRow(
+        # A key that no split sees.
+        ("split == splits - 1", "split == splits"),
+        faults=("does not compile", "hangs"),
+        serving=ServingCase(wrong="FUSED"),
+    ),
+    "merge_partitions": KernelRow(
+        ("weights[p] *", "weights[0] *"),
+        {"": merge_partitions},
+        faults=("raises",),
+        serving=PLAIN,
+    ),
+    "latent_attention": KernelRow(
+        ("l[i] * fade + weight", "l[i] + weight"),
+        {
+            "": latent_rows,
+            "splits": partial(latent_rows, splits=3),
+            "quantised": partial(latent_rows, dims=(128, 24), bits=4),
+        },
+        faults=("is wrong", "does not compile", "is slow"),
+        use=LATENT,
+        serving=ServingCase(tiny="deepseek_v3"),
+        store="reads",
+    ),
+    "latent_write": KernelRow(
+        ("- second * sine", "+ second * sine"),
+        {
+            "": new_latents,
+            "quantised": partial(new_latents, bits=4),
+            "scaled": partial(new_latents, factor=FACTOR),
+        },
+        faults=("is wrong", "raises"),
+        use=LATENT,
+        serving=ServingCase(tiny="deepseek_v3"),
+        store="writes",
+    ),
+    "shared_prefix": KernelRow(
+        ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
+        {
+            "": shared_prefix_rows,
+            "fused": shared_prefix_of_new_rows,
+            "scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
+            "quantised": partial(shared_prefix_rows, dim=128, bits=8),
+        },
+        faults=("ends the process",),
+        store="reads",
+    ),
+    "varlen_prefill": KernelRow(
+        ("fast::exp2(", "fast::exp2(0.9f * "),
+        {
+            "": varlen_prefill_rows,
+            # A tile of keys has more parts than its threads take at once.
+            "wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
+            "quantised": partial(varlen_prefill_rows, bits=4),
+        },
+        faults=("does not compile", "is slow"),
+        store="reads",
+    ),
+    "rope_write": KernelRow(
+        # A fast sine, which does not reduce large angles.
+        ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
+        {
+            "": rope_write_rows,
+            "quantised": partial(rope_write_rows, bits=4),
+            "quantised_in_turns": rope_write_in_turns,
+            "scaled": partial(rope_write_rows, factor=FACTOR),
+        },
+        store="writes",
+    ),
+    "gather_rows": KernelRow(
+        ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
+        {"": gathered_rows},
+        faults=("ends the process",),
+        serving=PLAIN,
+    ),
 }

@@ -1,7 +1,4 @@
-"""A small launch of every kernel of norms, products and experts, which uses all of its parts.
-
-A part of `runs`.
-"""
+"""A small launch of every kernel of norms, products and experts, which uses all of its parts."""
 
 from functools import partial, wraps
 
@@ -9,6 +6,7 @@ import numpy as np
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.expert_cases import draw_experts, plan_of
+from tests.support.kernels.row import EXPERTS, PRODUCTS, KernelRow, ServingCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
@@ -175,27 +173,60 @@ def expert_sum(dtype):
     return [experts.expert_sum(seeded(15, 260, seed=22, dtype=dtype), weights)]
 
 
-PRODUCTS = {
-    "expert_topk": partial(expert_topk, routing=RENORMALIZED),
-    "expert_topk/bias": expert_topk_with_a_bias,
-    "expert_topk/logits": expert_topk_of_negatives,
-    "expert_topk/large": partial(expert_topk, routing=RENORMALIZED, shift=300.0),
-    "expert_plan": expert_plan,
-    "expert_plan/few": expert_plan_of_few,
-    "expert_gemm": expert_gemm,
-    "expert_gemm/mxfp4": partial(expert_gemm, how=Quantisation(4, 32, "mxfp4")),
-    "expert_gemm/gelu": partial(expert_gemm, activation=Activation("geglu")),
-    "expert_gemm/relu2": partial(expert_gemm, activation=Activation("relu2")),
-    "expert_gemm/down": expert_gemm_down,
-    "expert_gemm/lanes": expert_gemm_in_lanes,
-    "expert_sum": expert_sum,
-    "add_rms_norm": add_rms_norm_rows,
-    "add_rms_norm/post": partial(add_rms_norm_rows, post_norm=True),
-    "skinny_gemm": skinny_gemm_rows,
-    "skinny_gemm/all": skinny_gemm_with_all,
-    "skinny_gemm/affine": partial(skinny_gemm_of_words, how=Quantisation(4, 32), columns=32),
-    "skinny_gemm/lanes": skinny_gemm_in_lanes,
-    "skinny_gemm/6": partial(skinny_gemm_of_words, how=Quantisation(6, 64), depth=960),
-    "skinny_gemm/mxfp8": partial(skinny_gemm_of_words, how=Quantisation(8, 32, "mxfp8")),
-    "skinny_gemm/nvfp4": partial(skinny_gemm_of_words, how=Quantisation(4, 16, "nvfp4")),
+_EXPERT_TOPK = partial(expert_topk, routing=RENORMALIZED)
+_OF_EXPERTS = {"use": EXPERTS, "serving": ServingCase(dtype="float16", tiny="qwen3_moe")}
+PRODUCT_KERNELS = {
+    "add_rms_norm": KernelRow(
+        # A mean over all lanes, idle ones too.
+        ("square / float(DIM)", "square / float(SIMDGROUPS * 32)"),
+        {"": add_rms_norm_rows, "post": partial(add_rms_norm_rows, post_norm=True)},
+        faults=("is slow",),
+    ),
+    "skinny_gemm": KernelRow(
+        # A sum that the last simdgroup is not in.
+        ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+        {
+            "": skinny_gemm_rows,
+            "all": skinny_gemm_with_all,
+            "affine": partial(skinny_gemm_of_words, how=Quantisation(4, 32), columns=32),
+            "lanes": skinny_gemm_in_lanes,
+            "6": partial(skinny_gemm_of_words, how=Quantisation(6, 64), depth=960),
+            "mxfp8": partial(skinny_gemm_of_words, how=Quantisation(8, 32, "mxfp8")),
+            "nvfp4": partial(skinny_gemm_of_words, how=Quantisation(4, 16, "nvfp4")),
+        },
+        faults=("hangs", "is wrong"),
+        use=PRODUCTS,
+        serving=ServingCase(dtype="bfloat16"),
+    ),
+    "expert_topk": KernelRow(
+        # An expert that is chosen again.
+        ("keys[s] = 0u;\n    }\n  }", "}\n  }"),
+        {
+            "": _EXPERT_TOPK,
+            "bias": expert_topk_with_a_bias,
+            "logits": expert_topk_of_negatives,
+            "large": partial(_EXPERT_TOPK, shift=300.0),
+        },
+        **_OF_EXPERTS,
+    ),
+    "expert_plan": KernelRow(
+        # Pairs of an expert in no order.
+        ("plan[to] = part + i", "plan[to] = (part + i) ^ 1"),
+        {"": expert_plan, "few": expert_plan_of_few},
+        **_OF_EXPERTS,
+    ),
+    "expert_gemm": KernelRow(
+        ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+        {
+            "": expert_gemm,
+            "mxfp4": partial(expert_gemm, how=Quantisation(4, 32, "mxfp4")),
+            "gelu": partial(expert_gemm, activation=Activation("geglu")),
+            "relu2": partial(expert_gemm, activation=Activation("relu2")),
+            "down": expert_gemm_down,
+            "lanes": expert_gemm_in_lanes,
+        },
+        faults=("is wrong", "does not compile"),
+        **_OF_EXPERTS,
+    ),
+    "expert_sum": KernelRow(("c < TOP_K", "c < TOP_K - 1"), {"": expert_sum}, **_OF_EXPERTS),
 }

@@ -4,6 +4,7 @@ No kernel runs, so real sizes cost little.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from metal.host.texts import KernelText, recorded
@@ -102,9 +103,15 @@ def products(
 
 
 def experts(*shape: Any, dtype: mx.Dtype = BF16) -> list[Check]:
-    """shape: as in ExpertShape."""
-    kernels = "expert_topk", "expert_plan", "expert_gemm", "expert_sum"
-    return [Check(kernel, MixtureShape(ExpertShape(*shape), dtype)) for kernel in kernels]
+    """The kernels of a mixture of experts.  shape: as in ExpertShape."""
+    use = replace(attention(QWEN3, dtype), experts=(ExpertShape(*shape),))
+    return [check for check in checks_for(use) if isinstance(check.shape, MixtureShape)]
+
+
+def norms(size: int, dtype: mx.Dtype) -> list[Check]:
+    """The kernels of rows with a hidden size."""
+    use = replace(attention(QWEN3, dtype), hidden_sizes=(size,))
+    return [check for check in checks_for(use) if isinstance(check.shape, NormShape)]
 
 
 def _checks() -> Iterator[Check]:
@@ -112,7 +119,7 @@ def _checks() -> Iterator[Check]:
         yield from checks_for(use)
     for size in (1024, 2560, 5120, 4099):
         for dtype in (BF16, F32):
-            yield Check("add_rms_norm", NormShape(size, dtype))
+            yield from norms(size, dtype)
     for rows in (1, 8, 20, 64):
         yield from products(rows, 4096, 1024, BF16)
     for bits in (4, 6, 8):

@@ -1,12 +1,10 @@
-"""A small launch of every kernel of recurrent layers, which uses all of its parts.
-
-A part of `runs`.
-"""
+"""A small launch of every kernel of recurrent layers, which uses all of its parts."""
 
 from functools import partial
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.recurrent_cases import RAGGED, Segments, given
+from tests.support.kernels.row import RECURRENT, KernelRow, ServingCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.columns import Columns
@@ -64,12 +62,33 @@ def gated_norm_rows(dtype, groups=5, dim=72):
     return [gated_rms_norm(x, Columns(z, 0), weight, 1e-5, dim=dim)]
 
 
-RECURRENT = {
-    "causal_conv": causal_conv_rows,
-    "gated_delta": partial(recurrent_rows, form="columns"),
-    "gated_delta/ssm": partial(recurrent_rows, form="ssm"),
-    "gated_delta/fused": partial(recurrent_rows, form="logits"),
-    "gated_delta/fused_ssm": partial(recurrent_rows, form="ssm of logits"),
-    "gated_rms_norm": gated_norm_rows,
-    "gated_rms_norm/long": partial(gated_norm_rows, groups=1, dim=900),
+_RECURRENT = {"use": RECURRENT, "serving": ServingCase(tiny="qwen3_next")}
+RECURRENT_KERNELS = {
+    "causal_conv": KernelRow(
+        # The first row of a segment is not carried on.
+        ("from + j >= begin ?", "from + j > begin ?"),
+        {"": causal_conv_rows},
+        faults=("is wrong", "does not compile"),
+        store="writes",
+        **_RECURRENT,
+    ),
+    "gated_delta": KernelRow(
+        # A row does not see itself.
+        ("y + delta * both", "y"),
+        {
+            "": partial(recurrent_rows, form="columns"),
+            "ssm": partial(recurrent_rows, form="ssm"),
+            "fused": partial(recurrent_rows, form="logits"),
+            "fused_ssm": partial(recurrent_rows, form="ssm of logits"),
+        },
+        faults=("is wrong", "raises"),
+        store="writes",
+        **_RECURRENT,
+    ),
+    "gated_rms_norm": KernelRow(
+        # The gate of another group.
+        ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
+        {"": gated_norm_rows, "long": partial(gated_norm_rows, groups=1, dim=900)},
+        **_RECURRENT,
+    ),
 }
