@@ -189,6 +189,7 @@ ATTENTION = {
         {"": kv_write},
         faults=("does not compile",),
         serving=PLAIN,
+        not_launched_by=("qwen3", "gemma3_text/w9"),  # `rope_write` writes their rows
         store="writes",
     ),
     "kv_write_quantised": KernelRow(

@@ -63,6 +63,7 @@ class KernelRow:
     faults: the kinds of faults that test_fallbacks.py tries; broken_machine.py names them.
     use: a model's use that has a check of the kernel.
     serving: an engine that launches the kernel.
+    not_launched_by: tiny models of test_fallbacks.py that have this use, but other launches.
     store: whether the kernel "writes" or "reads" a store with a ticket; "writes if fused".
     """
 
@@ -71,4 +72,5 @@ class KernelRow:
     faults: tuple[str, ...] = ("is wrong",)
     use: KernelUse = USE
     serving: ServingCase = ServingCase()
+    not_launched_by: tuple[str, ...] = ()
     store: str = ""
