@@ -295,6 +295,7 @@ def test_a_fault_in_the_trial_is_no_verdict_about_the_model(monkeypatch, caplog,
     assert "a fault of vllm-metal-lite, not of this model" in caplog.text
     assert "IndexError" in caplog.text
     assert "do not suit" not in caplog.text
+    caplog.clear()
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])

@@ -57,6 +57,14 @@ def check_array(
         raise ValueError(f"{name} must be {wanted}, not {array.shape} {array.dtype}")
 
 
+def is_of_device(error: Exception) -> bool:
+    """Whether a compiler, a driver or the device raised an error.  Any other error is a fault of
+    this package, and says nothing about a kernel."""
+    if isinstance(error, ValueError):  # MLX's for a pipeline that allows fewer threads
+        return "threads per threadgroup" in str(error)
+    return isinstance(error, (RuntimeError, MemoryError, OSError))
+
+
 class KernelError(RuntimeError):
     """A launch failed.  kernel: as in the registry.  why: the error in one line."""
 
@@ -139,7 +147,7 @@ class Kernel:
             if one_by_one:
                 mx.eval(results)
         except Exception as e:
-            if not one_by_one:
+            if not one_by_one or not is_of_device(e):
                 raise
             raise KernelError(registry.name_of_launch(self.name, template), e) from e
         return results

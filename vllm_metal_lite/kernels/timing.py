@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import one_line, our_fault
 from vllm_metal_lite.kernels.findings import Findings
+from vllm_metal_lite.kernels.launch import is_of_device
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def seconds_alternating(
 def timed_once(
     key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
 ) -> str | None:
-    """The finding of `measure`, which runs once a machine; None, with a warning, on failure.
+    """The finding of `measure`, which runs once a machine; None, with a message, on failure.
 
     what: the name of the work in messages.  kernel: is not used after a failure.  ranks: all take
     the finding that the leader remembers, and `measure` fails on all of them or on none.
@@ -70,8 +71,11 @@ def timed_once(
         logger.info(f"timing {what}, once on this machine", extra={"transient": True})
         try:
             known = measure()
-        except Exception as e:  # from a compiler or a driver; the next start may succeed
-            logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+        except Exception as e:
+            if is_of_device(e):  # the next start may succeed
+                logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+            else:
+                logger.exception(f"{kernel} is not used: timing {what}: {our_fault(e)}")
             return None
         found.add(key, known)
     return known
