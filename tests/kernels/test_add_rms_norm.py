@@ -9,7 +9,7 @@ from tests.support.kernels.arrays import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import add_rms_norm as module
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("host")
 

@@ -15,8 +15,8 @@ from tests.support.kernels.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.store import new_ticket
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.kernels.arrays import rounded, seeded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.expert_topk import MAX_EXPERTS, MAX_TOP_K, Routing, expert_topk, fits
+from vllm_metal_lite.kernels.expert_topk import MAX_EXPERTS, MAX_TOP_K, Routing, expert_topk, serves
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -152,7 +152,7 @@ def test_a_row_does_not_depend_on_the_others():
     ],
 )
 def test_what_is_not_served(logits, top_k):
-    assert not fits(logits, top_k)
+    assert not serves(logits, top_k)
 
 
 def test_a_bias_of_other_experts_is_refused():

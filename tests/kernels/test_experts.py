@@ -31,12 +31,12 @@ from vllm_metal_lite.kernels.experts import (
     expert_product,
     expert_sum,
     experts_problem,
-    fits,
     most_tiles,
     plan_experts,
+    serves,
 )
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan
-from vllm_metal_lite.kernels.weights import READABLE
+from vllm_metal_lite.kernels.weight_formats import READABLE
 from vllm_metal_lite.specs import Quantisation
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -251,10 +251,10 @@ def test_weighted_sums(rows, top_k, columns, weights_dtype):
 def test_what_is_not_served_is_named():
     experts = draw_experts(4, 64, 64, mx.bfloat16)
     x, indices = rows_of(5, 64, mx.bfloat16), mx.zeros((5, 2), mx.uint32)
-    assert fits(x, indices, experts)
+    assert serves(x, indices, experts)
     many = MAX_ROWS + 1
-    assert not fits(mx.zeros((many, 64), mx.bfloat16), mx.zeros((many, 2), mx.uint32), experts)
-    assert not fits(x.astype(mx.float16), indices, experts)
+    assert not serves(mx.zeros((many, 64), mx.bfloat16), mx.zeros((many, 2), mx.uint32), experts)
+    assert not serves(x.astype(mx.float16), indices, experts)
     odd = replace(experts, down=experts.gate._replace(weight=experts.gate.weight[:, :40]))
     assert "do not fit each other" in (experts_problem(odd) or "")
     biased = replace(experts, up=ExpertWeight(experts.up.weight, mx.zeros((4, 64), mx.bfloat16)))

@@ -23,7 +23,7 @@ from tests.support.kernels.recurrent_cases import (
 )
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.recurrence import QKNorm, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.store import new_ticket

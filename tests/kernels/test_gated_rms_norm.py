@@ -9,7 +9,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from tests.support.kernels.arrays import floats, normal
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")

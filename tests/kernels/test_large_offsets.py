@@ -18,9 +18,9 @@ from tests.support.kernels.recurrent_cases import given
 from tests.support.kernels.table import WRITTEN
 from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope, Scores
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
 from vllm_metal_lite.kernels.gated_delta import gated_delta
@@ -28,10 +28,8 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec

@@ -10,9 +10,15 @@ from tests.support.kernels.arrays import floats, normal
 from tests.support.kernels.expert_cases import HALF_A_STEP
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, fits, gemm_plan, skinny_gemm
-from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
+from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, gemm_plan, serves, skinny_gemm
+from vllm_metal_lite.kernels.weight_formats import (
+    READABLE,
+    QuantisedWeight,
+    Weight,
+    quantised,
+    shape_of,
+)
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -307,7 +313,7 @@ BAD_QUANTISED = {
 def test_a_bad_quantised_weight_is_not_served(bad):
     how, depth, dtype, of_weight = BAD_QUANTISED[bad]
     x, weight = mx.ones((2, depth), dtype), quantised(mx.ones((7, depth), of_weight), how)
-    assert not fits(x, weight)
+    assert not serves(x, weight)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -315,7 +321,7 @@ def test_bad_input_is_named(bad):
     *shapes, dtype, other = BAD[bad]
     x, weight = mx.zeros(shapes[0], dtype), mx.zeros(shapes[1], other)
     if bad != "unlike depths":  # which no layer has
-        assert not fits(x, weight)
+        assert not serves(x, weight)
         return
     with pytest.raises(ValueError, match=r"x must be \(\d+, \d+\) .*, not \("):
         skinny_gemm(x, weight)

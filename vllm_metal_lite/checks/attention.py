@@ -37,9 +37,9 @@ from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.specs import AttentionShape, KernelUse
 
-# Plans of serving: for a context in one piece, and for one in several.
+# The plans of serving for a context in one split, and in several.
 WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
-# The longest decodes that share a prefix, and the splits of the prefix.
+# How many decodes, the longest, share a prefix; and the splits of that prefix.
 SHARING, PREFIX_SPLITS = 3, 16
 
 

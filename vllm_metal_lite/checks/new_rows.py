@@ -25,10 +25,9 @@ from vllm_metal_lite.checks.values import (
     store_error,
 )
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.cache_ops import kv_write
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.served_shapes import sees_prefixes
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
@@ -82,7 +81,7 @@ def _latent_pairs(use: KernelUse) -> list[tuple[AttentionShape, int, RopeShape]]
 
 
 def write(check: AttentionCheck) -> float:
-    """Few rows and many; only few rows of latents."""
+    """The launches for few rows and for many rows differ; that of latents is for few."""
     counts = (ROWS,) if check.kernel == "latent_write" else (ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
@@ -111,7 +110,7 @@ def _written(check: AttentionCheck, rows: int) -> float:
 
 
 def tolerance(check: AttentionCheck, last: int) -> float:
-    """last: the largest position."""
+    """The allowed error.  last: the largest position."""
     angle = 0.0 if _is_exact(check) else _FREQUENCY_ERROR * last
     return TOLERANCE[check.shape.dtype] + angle
 

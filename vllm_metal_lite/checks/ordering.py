@@ -21,9 +21,9 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -42,7 +42,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class Read:
-    """One read.  values: not yet evaluated; all must be `write`, the number of the write before."""
+    """values: not yet evaluated; each must be `write`, the number of the last write before."""
 
     kernel: str
     write: int
@@ -102,7 +102,7 @@ def problem(reads: Sequence[Read]) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """buffers: a key of BUFFERS.  reads: how many were compared.  problem: one line, or None."""
+    """buffers: a key of BUFFERS.  reads: how many it compared.  problem: one line, or None."""
 
     buffers: str
     reads: int

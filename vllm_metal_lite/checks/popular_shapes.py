@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import BLOCK_SIZES
-from vllm_metal_lite.kernels.weights import READABLE
+from vllm_metal_lite.kernels.weight_formats import READABLE
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,

@@ -31,6 +31,7 @@ from vllm_metal_lite.checks.values import (
 )
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
@@ -42,7 +43,6 @@ from vllm_metal_lite.kernels.experts import (
     plan_experts,
 )
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import (
     MAX_LANE_ROWS,
     MAX_ROWS,
@@ -146,8 +146,8 @@ def product(check: Check[ProductShape]) -> float:
 
 
 _ROWS, _MANY_ROWS, _CHOICES = 20, 300, 4
-_PADDING = 2  # rows, the last ones
-# Tiles of many rows, and of few, which take no instructions for matrices.
+_PADDING = 2  # the number of last rows that are padding
+# The pairs of a tile: many, and so few that no matrix instruction multiplies them.
 _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200
@@ -267,14 +267,14 @@ def weighted_sum(check: Check[MixtureShape]) -> float:
 
 
 def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:
-    """All experts in turn for the first quarter of the rows, then the last expert only."""
+    """The choices: all experts in turn for a quarter of the rows, then only the last expert."""
     indices = np.arange(rows * _CHOICES).reshape(rows, _CHOICES) % experts
     indices[rows // 4 :] = experts - 1
     return indices.astype(np.uint32)
 
 
 def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
-    """Order and tiles (metal/expert_plan.metal)."""
+    """The plan that metal/expert_plan.metal makes: the order of the pairs, and the tiles."""
     chosen = indices.astype(np.int64)
     chosen[-_PADDING:] = experts
     pairs = chosen.reshape(-1)

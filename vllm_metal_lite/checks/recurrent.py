@@ -17,7 +17,7 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, Segmen
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.check import Check, Loads, Pair
 from vllm_metal_lite.checks.values import EPS, ROWS, TOLERANCE, draw, largest, largest_error
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kernels.store import new_ticket
@@ -62,7 +62,7 @@ _STEPS = (
 )
 _NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
 
-# A layer's work in a step of _STEPS, on rows of one type.
+# A function that does a layer's work in a step, given its index in _STEPS and the type of rows.
 LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
 
 
@@ -87,7 +87,7 @@ def convolution(check: Check[ConvShape]) -> float:
 
 
 def recurrence(check: Check[RecurrenceShape]) -> float:
-    """With the logits of gates, and with the norm of the delta rule."""
+    """The kernel gets logits of gates; the delta rule also normalises q and k."""
     shape, rng = check.shape, np.random.default_rng(0)
     # Keys have about unit length.  Behind a norm results are small, so values are large instead.  A
     # power of 2 rounds nothing.
@@ -149,7 +149,8 @@ def timed_gated_norm(check: Check[GatedNormShape], loads: Loads) -> list[Pair]:
 
 
 def _compare(work: LayerStep, states: np.ndarray, state_dtype: mx.Dtype, dtype: mx.Dtype) -> float:
-    """The steps by the kernels, and by the reference.  states: of _GIVEN, stored in state_dtype."""
+    """The error of the steps by the kernels.  states: those of the slots _GIVEN, kept in
+    state_dtype."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, state_dtype), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):

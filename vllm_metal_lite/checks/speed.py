@@ -8,12 +8,13 @@ from vllm_metal_lite.checks.for_model import function
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
 
-# Calls of a candidate in a round.
+# How often a round calls a candidate.
 _CALLS = 4
-# Seconds of a slow candidate: the check, with its timing, must end before isolated.DEADLINE.
+# A slow candidate takes about this many seconds in all.  The check and its timing must end before
+# isolated.DEADLINE.
 _ENOUGH = 2.0
 _LOADS = Loads()
-# Copies in a row, which keep the device busy.
+# How many copies follow each other, so that the device stays busy.
 _CHAIN = 5
 
 

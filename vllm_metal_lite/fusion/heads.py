@@ -20,8 +20,7 @@ from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows
 from vllm_metal_lite.model.seam.hooks import ScalingAt
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache

@@ -13,8 +13,8 @@ from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.recurrence.tracked_columns import columns_of
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm
 from vllm_metal_lite.kernels.experts import expert_sum
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm
-from vllm_metal_lite.kernels.weights import Weight
+from vllm_metal_lite.kernels.weight_formats import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.norms import add
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
+from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, serves
 from vllm_metal_lite.model.seam.hooks import Named, modules_of
 
 _COMPILED = type(mx.compile(lambda: None))
@@ -110,7 +110,7 @@ def scores_of(x: Any) -> RouterScores | None:
         return origin
     if rows is None or not (origin is None or isinstance(origin, Product)):
         return None
-    if "expert_topk" in fusion_context().kernels.unused or not fits(rows, 1):
+    if "expert_topk" in fusion_context().kernels.unused or not serves(rows, 1):
         return None
     return RouterScores(rows, "logits", x.dtype)
 
@@ -185,7 +185,7 @@ def choose(value: mx.array, x: Traced, key: Any) -> mx.array:
     top_k = -kth if late else kth + 1
     end = (slice(-top_k, None),) if late else (slice(None, top_k), slice(0, top_k))
     whole = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis and key[1] in end
-    if not whole or not fits(scores.logits, top_k):
+    if not whole or not serves(scores.logits, top_k):
         return value
     routing = Routing(scores.scoring, late)
     indices, weights = scores.launch(top_k, routing)

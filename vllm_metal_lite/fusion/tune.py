@@ -28,7 +28,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
-from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.kernels.weight_formats import Weight, shape_of
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.weights import mixtures, product_weights

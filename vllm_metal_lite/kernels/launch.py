@@ -24,7 +24,7 @@ _one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; n >= 1."""
+    """The smallest power of two that is not below n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -38,7 +38,8 @@ def bits(x: float) -> int:
 
 
 def grid_for(count: int) -> tuple[int, int]:
-    """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
+    """The threads of a threadgroup (a multiple of 32, at most 256) and the number of threadgroups
+    that together have at least `count` threads."""
     threads = min(256, -(-count // 32) * 32)
     return threads, -(-count // threads)
 
@@ -66,7 +67,7 @@ def is_of_device(error: Exception) -> bool:
 
 
 class KernelError(RuntimeError):
-    """A launch failed.  kernel: as in the registry.  why: the error in one line."""
+    """A launch failed.  kernel: its name in the registry.  why: the error in one line."""
 
     def __init__(self, kernel: str, error: Exception) -> None:
         self.kernel, self.why = kernel, one_line(error)
@@ -97,7 +98,7 @@ def placeholder() -> mx.array:
 class Kernel:
     """One kernel.  MLX compiles it once per set of template values, at the first launch.
 
-    inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
+    inputs, outputs: the names of the arrays in metal/NAME.metal.
     """
 
     def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:

@@ -20,18 +20,18 @@ _EXPERTS = "mlx-lm's experts are used"
 
 @dataclass(frozen=True)
 class KernelRow:
-    """name: in results of checks and in warnings.  A kernel is named like its file in metal/.
+    """name: the name in results and warnings.  A kernel is named like its file in metal/.
 
     fallback: the replacement, as a warning words it.
-    module: in checks/; it holds the two functions that follow.
+    module: the module of checks/ that holds the next two functions.
     check: the function that returns the largest error of the kernel.
     timed: the function that returns the kernel's work, and the same work by its fallback; "": the
         kernel is not timed.
-    needs: kernels without which this one is neither used nor checked; they need none themselves.
+    needs: the kernels without which this one is neither used nor checked.  They need none.
     base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
-    prefill: as `Verdict.prefill`, if the kernel is a part of it.
+    prefill: the path of prompts that uses the kernel, if only one path does.
     """
 
     name: str

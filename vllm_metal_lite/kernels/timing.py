@@ -14,7 +14,7 @@ from vllm_metal_lite.kernels.launch import is_of_device
 
 logger = logging.getLogger(__name__)
 
-# Does its work the given number of times, and waits for the device.
+# A function that does its work a given number of times, and waits for the device.
 Candidate = Callable[[int], object]
 
 
@@ -29,10 +29,10 @@ def seconds_alternating(
 ) -> list[float]:
     """Seconds per call of each candidate: the median of several rounds.
 
-    The candidates alternate, because clocks drift.  calls: a candidate's in a round.  There are
-    fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
-    untimed calls first, to trace and compile.  ranks: the leader's times count: all ranks must make
-    the same calls.  So an error of one rank is raised on all.
+    The candidates alternate, because clocks drift.  calls: how often a round calls a candidate.
+    There are fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.
+    warm: the number of untimed calls before, which trace and compile.  ranks: all ranks make the
+    same calls, and take the leader's times.  An error of one rank is raised on all.
     """
 
     def seconds(candidate: Candidate, calls: int) -> float:
@@ -62,8 +62,8 @@ def timed_once(
 ) -> str | None:
     """The finding of `measure`, which runs once a machine; None, with a message, on failure.
 
-    what: the name of the work in messages.  kernel: is not used after a failure.  ranks: all take
-    the finding that the leader remembers, and `measure` fails on all of them or on none.
+    what: the name of the work in messages.  kernel: the kernel that is not used after a failure.
+    ranks: all take the finding that the leader remembers; `measure` fails on all or on none.
     """
     found = Findings()
     known = ranks.from_leader(found.known.get(key))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.support.attention.oracle import paged_attention, slots_of
 from tests.support.kernels.arrays import TOLERANCE, draw, from_store, in_store
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import NewRows
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec

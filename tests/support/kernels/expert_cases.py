@@ -12,7 +12,7 @@ from vllm_metal_lite.kernels.experts import (
     ExpertWeight,
     most_tiles,
 )
-from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight
+from vllm_metal_lite.kernels.weight_formats import QuantisedWeight, Weight
 from vllm_metal_lite.specs import Quantisation
 
 EXPERT_KERNELS = {"expert_plan", "expert_gemm", "expert_sum"}

@@ -4,8 +4,7 @@ import numpy as np
 
 from tests.support.kernels.arrays import TOLERANCE, from_store, in_store, rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec

@@ -10,13 +10,13 @@ from tests.support.kernels.row import EXPERTS, PRODUCTS, KernelRow, ServingCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
 from vllm_metal_lite.kernels.experts import Activation, ExpertWeight
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
-from vllm_metal_lite.kernels.weights import quantised as quantised_weight
-from vllm_metal_lite.kernels.weights import shape_of, spread_of
+from vllm_metal_lite.kernels.weight_formats import quantised as quantised_weight
+from vllm_metal_lite.kernels.weight_formats import shape_of, spread_of
 from vllm_metal_lite.specs import Quantisation
 
 

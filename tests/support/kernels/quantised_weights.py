@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.support.kernels.arrays import floats
-from vllm_metal_lite.kernels.weights import QuantisedWeight
+from vllm_metal_lite.kernels.weight_formats import QuantisedWeight
 
 
 def dequantised(weight: QuantisedWeight) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from tests.support.kernels.arrays import rounded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT as EMPTY
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.recurrence import Gates
 from vllm_metal_lite.recurrence.kernels import pack_segments
 

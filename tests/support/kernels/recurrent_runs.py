@@ -6,8 +6,8 @@ from tests.support.kernels.arrays import seeded
 from tests.support.kernels.recurrent_cases import RAGGED, Segments, given
 from tests.support.kernels.row import RECURRENT, KernelRow, ServingCase
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, time_gates
