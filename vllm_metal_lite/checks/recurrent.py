@@ -8,7 +8,6 @@ that continue these states; and decodes alone, which load no tiles.
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,29 +37,23 @@ _KEY: Key = (0, 0)
 _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
 
-class _Segment(NamedTuple):
-    """start: tokens computed before these rows."""
-
-    start: int
-    rows: int
-    state: SegmentState
-
-
+# The tokens of a segment that were computed before, its rows, and its states.
+_Segment = tuple[int, int, SegmentState]
 # A decode, a whole prompt, and a chunk after a state that stays as it is.
-_STEPS = (
+_STEPS: tuple[tuple[_Segment, ...], ...] = (
     (
-        _Segment(4, 1, SegmentState(0, 0)),
-        _Segment(0, 21, SegmentState(EMPTY_SLOT, 3, [(16, 5)])),
-        _Segment(9, 18, SegmentState(1, 4, [(12, 6)])),
+        (4, 1, SegmentState(0, 0)),
+        (0, 21, SegmentState(EMPTY_SLOT, 3, [(16, 5)])),
+        (9, 18, SegmentState(1, 4, [(12, 6)])),
     ),
     (
-        _Segment(21, 1, SegmentState(3, 3)),
-        _Segment(12, 1, SegmentState(6, 6)),
-        _Segment(16, 2, SegmentState(5, 7)),
+        (21, 1, SegmentState(3, 3)),
+        (12, 1, SegmentState(6, 6)),
+        (16, 2, SegmentState(5, 7)),
     ),
-    (_Segment(22, 1, SegmentState(3, 3)), _Segment(18, 1, SegmentState(7, 7))),
+    ((22, 1, SegmentState(3, 3)), (18, 1, SegmentState(7, 7))),
 )
-_NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
+_NUM_ROWS = [sum(rows for _, rows, _ in step) + _PADDING for step in _STEPS]
 
 # A function that does a layer's work in a step, given its index in _STEPS and the type of rows.
 LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
@@ -176,7 +169,7 @@ def _compare(work: LayerStep, states: np.ndarray, state_dtype: mx.Dtype, dtype: 
 def _batch(step: tuple[_Segment, ...]) -> ForwardBatch:
     inputs = InputBatch(len(step), 64, block_size=16)
     starts, rows, states = zip(*step, strict=True)
-    seats = [inputs.add([0] * (segment.start + segment.rows), 0) for segment in step]
+    seats = [inputs.add([0] * (start + count), 0) for start, count, _ in step]
     return inputs.pack(np.array(seats), np.array(starts), np.array(rows), states)
 
 
