@@ -14,13 +14,13 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
-# Half a step of the type.
+# Half a step of each type.
 STEP = {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-EPS = 0.03  # so large that another one shows
+EPS = 0.03  # so large that a test notices another eps
 
 
 def check(rows, groups, dim, dtype, *, wide=False, gate_first=False, sigmoid=False, seed=0):
-    """The error is at most three roundings to the type, and those of float32 sums."""
+    """Check that the error is at most three roundings to the type, and that of float32 sums."""
     rng, width = np.random.default_rng(seed), groups * dim
     x = normal(rng, rows, groups, dim, dtype=dtype)
     joined = normal(rng, rows, width + 12, dtype=dtype)
@@ -64,7 +64,7 @@ def test_random_shapes(rows, groups, dim, dtype, wide, gate_first, seed):
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 def test_the_same_as_qwen3_next_s_layer(dtype):
-    """The bits of mlx-lm, except for rare elements: squares are added up in another order."""
+    """The bits are those of mlx-lm, except for rare elements: the order of the sum differs."""
     rng = np.random.default_rng(1)
     layer = Qwen3NextRMSNormGated(64, EPS)
     layer.weight = normal(rng, 64, dtype=dtype)
@@ -79,7 +79,7 @@ def test_the_same_as_qwen3_next_s_layer(dtype):
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
-    """mlx-lm rounds SiLU too."""
+    """mlx-lm also rounds SiLU."""
     rng = np.random.default_rng(1)
     layer = MambaRMSNormGated(256, EPS, group_size=64)
     layer.weight = normal(rng, 256, dtype=dtype)

@@ -37,7 +37,7 @@ from vllm_metal_lite.recurrence.kernels import pack_segments
 
 BEYOND = 1 << 31
 BLOCK_SIZE = 16
-# Memory that is not counted before a page is touched.
+# Memory whose pages count only when they are touched.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -73,7 +73,7 @@ def ones(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
 
 
 def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
-    """One row, whose state is in the last slot."""
+    """A segment of one row; its state is in the last slot."""
     last = np.array([slots - 1], np.int32)
     segments = pack_segments(np.array([0, 1]), last, last, 1)
     return mx.array(segments), segments
@@ -97,7 +97,7 @@ def huge_store(heads: int = 1, bits: int | None = None) -> Iterator[Far]:
 
 
 def reading(attend: Callable[[Far], mx.array], heads: int = 1) -> Callable[[], None]:
-    """A query of ones sees one far block, of keys that it likes, and one near block of zeros."""
+    """A query of ones sees a far block, with keys of a large score, and a near block of zeros."""
 
     def run() -> None:
         with huge_store(heads) as far:
@@ -108,7 +108,7 @@ def reading(attend: Callable[[Far], mx.array], heads: int = 1) -> Callable[[], N
 
 
 def writing(write: Callable[[Far], object], bits: int | None = None) -> Callable[[], None]:
-    """Rows that are not zero go to the last slot."""
+    """Rows that are not zero are written to the last slot."""
 
     def run() -> None:
         with huge_store(bits=bits) as far:
@@ -122,7 +122,7 @@ def gathering(bits: int | None) -> Callable[[], None]:
     def run() -> None:
         with huge_store(bits=bits) as far:
             for rows in far.data:
-                rows[-1] = 0x3C003C00 if bits else 1  # as a scale and a low, two ones
+                rows[-1] = 0x3C003C00 if bits else 1  # the scale and the lowest value, both 1
             gathered = kv_gather(far.slot, far.store)
             np.testing.assert_array_equal([floats(rows).all() for rows in gathered[:2]], True)
 
@@ -166,14 +166,14 @@ def new_latents(far: Far) -> list[mx.array]:
 
 
 def gather() -> None:
-    with huge(BEYOND // 2048 + 2, 4096) as (rows, data):  # words count, two elements each
+    with huge(BEYOND // 2048 + 2, 4096) as (rows, data):  # a word has two elements
         data[-1] = 2
         y = gather_rows(rows, mx.array([len(data) - 1], mx.int32))
     np.testing.assert_array_equal(floats(y), 2)
 
 
 def expert() -> None:
-    """The last of many experts, with few and long columns, so that little is multiplied."""
+    """Rows choose the last of many experts.  Experts have few, long rows, so products are small."""
     depth = (1 << 17) + 256
     with huge(1024, 16, depth) as (weight, data):
         data[-1] = 0.5
@@ -208,7 +208,7 @@ def recurrence() -> None:
 
 
 def norm() -> None:
-    """A gate in columns of an array of that width."""
+    """The gate lies in columns of an array of this width."""
     width = BEYOND // 4 + 64
     with huge(5, width) as (z, data):
         data[4, :64] = 60
@@ -238,7 +238,7 @@ CASES = {
     "gated_delta": recurrence,
     "gated_rms_norm": norm,
 }
-# Kernel, source text, and the same text with 32 bits.
+# A kernel, a text of its source, and the same text with an offset of 32 bits.
 OF_TILE = "const size_t row = size_t(slots[key])", "const int row = slots[key]"
 FAULTS = [
     ("paged_decode", "thread size_t row[UNROLL]", "thread int row[UNROLL]"),

@@ -14,7 +14,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
 
-SLOTS, EPS = 24, 0.03  # an eps that shows
+SLOTS, EPS = 24, 0.03  # so large that a test notices another eps
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -26,7 +26,8 @@ SLOTS, EPS = 24, 0.03  # an eps that shows
      (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466))],
 )  # fmt: skip
 def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
-    """Rotary parts behind others of the same head, latents and rotary keys side by side."""
+    """Queries have a rotary part after another part of each head; latents and rotary keys lie side
+    by side."""
     rng, rows, width = np.random.default_rng(0), 6, nope + rope.dims
     q = draw(rng, rows, heads * width, dtype=dtype)
     kv = draw(rng, rows, latent_dim + rope.dims, dtype=dtype)

@@ -15,7 +15,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 pytest.importorskip("ziglang", reason="clang is needed")
 
 
-@cache  # checks share texts
+@cache  # several checks have the same text
 def faults(text):
     return check(text) + left_in_memory(text)
 
@@ -36,7 +36,7 @@ def test_every_kernel_is_tried():
     assert tried == set(KERNELS), "no use in tests/support/kernels/production_shapes.py"
 
 
-# A text whose loops are not unrolled must be noticed.
+# A text with loops that are not unrolled must be noticed.
 
 ROLLED = """[[kernel]] void rolled(const device float* x, device float* y,
                             uint3 thread_position_in_grid [[thread_position_in_grid]]) {

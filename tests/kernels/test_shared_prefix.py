@@ -28,7 +28,8 @@ class Case(PagedSequences):
         super().__init__(abs(own) + self.prefix_lens, **how)
 
     def draw_blocks(self, block_size: int) -> tuple[np.ndarray, int]:
-        """Whole blocks are shared; a prefix that ends within one leaves the rest of it unread."""
+        """Whole blocks are shared.  If a prefix ends within a block, the rest of that block is not
+        read."""
         tables, slots = super().draw_blocks(block_size)
         blocks, having = -(-self.prefix_len // block_size), np.flatnonzero(self.prefix_lens)
         tables[having, :blocks] = tables[having[0], :blocks]

@@ -34,12 +34,13 @@ class Case(AttentionCase):
         return self.floats(out)
 
 
-# One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
+# Segments of one row, of less than a tile of keys, of whole tiles, after a context, and of more
+# than one tile.
 RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (32, 64), (40, 57)]
 VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
 
 
-# Where it has four query heads with four KV heads, two with two are enough.
+# Two query heads with two KV heads test the same as four with four.
 @pytest.mark.parametrize("segments", VLLM_SHAPES, ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
     ("dtype", "heads", "window", "softcap"),
@@ -74,7 +75,7 @@ def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
     np.testing.assert_array_equal(*got)
 
 
-# Groups of 32, 64, 40, 24 and 48 values; rows of an odd and of an even number of words.
+# Quantisation groups of 32, 64, 40, 24 and 48 values; rows of odd and even numbers of words.
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(

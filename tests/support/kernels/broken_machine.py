@@ -24,12 +24,12 @@ from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.registry import REGISTRY, name_of_launch
 
-# Uses of kernels that are checked by themselves: when they are launched.
+# A use that is checked by itself -> the condition on template values under which it is launched.
 FORMS = {row.name: " || ".join(row.template) for row in REGISTRY.values() if row.template}
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
 
-# 2^52 turns of a generator whose result decides something, so that no compiler can leave them out:
-# one with neither an effect nor a result may go.  Unsigned: to overflow is allowed.
+# 2^52 turns of a generator.  Its result decides a return, so no compiler can leave the loop out.
+# Numbers are unsigned, because these may overflow.
 _HANG = """uint seeded = uint(thread_position_in_threadgroup.x);
 for (uint i = 0u; i < (%s ? 1u << 20 : 0u); ++i) {
   for (uint j = 0u; j != 0xffffffffu; ++j) {
@@ -43,7 +43,7 @@ if (seeded == 12345u) {
 
 
 def all_kernels() -> list[Kernel]:
-    """Those of all modules of the package."""
+    """The kernels of all modules of kernels/."""
     names = [f"{kernels.__name__}.{found.name}" for found in pkgutil.iter_modules(kernels.__path__)]
     values = [value for name in names for value in vars(import_module(name)).values()]
     return [value for value in values if isinstance(value, Kernel)]
@@ -60,7 +60,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def command(kernel: str, kind: str, device: str) -> list[str]:
-    """For `isolated.command`."""
+    """The program that serves checks, in place of `isolated.command`."""
     return [sys.executable, "-m", "tests.support.kernels.broken_machine", kernel, kind, device]
 
 
@@ -80,7 +80,7 @@ def impatient(kernel: str, kind: str, seconds: float) -> Iterator[None]:
 
 
 def consequence(kernel: str, kind: str) -> dict[str, str]:
-    """What the warning of each failed kernel says, as a regular expression."""
+    """Failed kernel -> a regular expression of its warning."""
     said = {
         "does not compile": "seeded",
         "is wrong": "(error .* allowed|its results are NaN)",
@@ -109,7 +109,7 @@ def edit(kernel: str, change: Callable[[str], str]) -> Callable[[str], tuple[str
 
 
 def at_launch(kernel: str, act: Callable[[], None]) -> None:
-    """Act whenever the kernel is launched."""
+    """Call `act` before each launch of the kernel."""
     launch = Kernel.__call__
 
     def call(self, arrays, template, *rest):
@@ -121,7 +121,7 @@ def at_launch(kernel: str, act: Callable[[], None]) -> None:
 
 
 def install(kernel: str, kind: str) -> None:
-    """Make this process such a machine, for good."""
+    """Make this process such a machine until it ends."""
     if kind == "does not compile":
         line = (
             f'static_assert(!({FORMS[kernel]}), "seeded");' if kernel in FORMS else "#error seeded"
@@ -158,7 +158,7 @@ def _raise() -> None:
 
 def main() -> None:
     kernel, kind, device, _ = sys.argv[1:]
-    if kind != "is slow":  # nothing else is timed here: tests are no place for it
+    if kind != "is slow":  # times mean nothing in tests
         speed.measure = lambda check: None
     install(kernel, kind)
     if device == "gpu":

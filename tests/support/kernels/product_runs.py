@@ -21,7 +21,8 @@ from vllm_metal_lite.specs import Quantisation
 
 
 def in_16_bits(run):
-    """For kernels without float32: bfloat16 instead of it, and results in float32."""
+    """A run of a kernel that does not take float32: bfloat16 replaces it, and results are
+    float32."""
 
     @wraps(run)
     def call(dtype, **how):
@@ -32,7 +33,7 @@ def in_16_bits(run):
 
 
 def add_rms_norm_rows(dtype, post_norm=False):
-    """Rows of more than one simdgroup, the last has idle threads."""
+    """A row takes several SIMD groups; the last has idle threads."""
     x, y = (seeded(3, 200, seed=seed, dtype=dtype) for seed in (11, 30))
     weight = seeded(200, seed=11, dtype=dtype)
     norm = RMSNorm(weight, 1e-3) if post_norm else None
@@ -77,7 +78,7 @@ def skinny_gemm_of_words(dtype, how, depth=928, columns=16):
 
 @in_16_bits
 def skinny_gemm_in_lanes(dtype):
-    """Three rows of unlike size, with all and with nothing but the product."""
+    """Three rows of unlike size: the product with all fused operations, and alone."""
     how = Quantisation(4, 32)
     weight = quantised_weight((seeded(42, 928, seed=14) / 30).astype(dtype), how)
     x = (seeded(3, 928, seed=15) * mx.array([[1.0], [2], [5]])).astype(dtype)
@@ -91,14 +92,14 @@ def skinny_gemm_in_lanes(dtype):
 
 
 GPT_OSS = Activation("clamped_swiglu", 1.702, 7.0)
-# Of 3 experts: one of more pairs than a tile, one of padding's only.
+# The choices among 3 experts: one has more pairs than a tile, one has only pairs of padding.
 CHOSEN = np.array([[0, 2]] * 3 + [[2, 0]] * 2 + [[2, 2]] * 6 + [[1, 0]] * 5)
 LIVE = 11
 RENORMALIZED = Routing("softmax", True, "renormalized")
 
 
 def expert_topk(dtype, routing, *, bias=None, shift=0.0):
-    """Rows that fill a threadgroup and more, experts that fill a slot and more, equal scores."""
+    """More rows than a threadgroup serves, more experts than lanes, and equal scores."""
     logits = (mx.round(seeded(6, 40, seed=24) * 4) / 4 + shift).astype(dtype)
     of_float32 = {"dtype": mx.float32, "bias": bias} if bias is not None else {}
     indices, weights = expert_topk_of(logits, 5, routing, **of_float32)
@@ -106,7 +107,7 @@ def expert_topk(dtype, routing, *, bias=None, shift=0.0):
 
 
 def expert_topk_of_negatives(dtype):
-    """And of both zeros, which are equal."""
+    """Negative logits; and both zeros, which are equal."""
     routing, zeros = (
         Routing("logits", True, "softmax"),
         mx.where(seeded(6, 40, seed=25) < 0, -0.0, 0),
@@ -116,21 +117,21 @@ def expert_topk_of_negatives(dtype):
 
 
 def expert_topk_with_a_bias(dtype):
-    """NaN chooses, too."""
+    """A score of NaN is chosen, too."""
     bias = np.where(np.arange(40) % 9 == 3, 0.4, np.where(np.arange(40) == 7, np.nan, 0))
     routing = Routing("sigmoid", False, "renormalized", 0.5, 2.5)
     return expert_topk(dtype, routing, bias=mx.array(bias.astype(np.float32)))
 
 
 def expert_plan(dtype):
-    """Of more pairs than threadgroup memory holds at once."""
+    """More pairs than threadgroup memory holds at once."""
     chosen = np.tile(CHOSEN, (35, 1))
     plan = experts.plan_experts(mx.array(chosen), 3, mx.array([len(chosen) - 5], mx.int32))
     return [plan.array]
 
 
 def expert_plan_of_few(dtype):
-    """Of fewer than 8 pairs: MLX passes their indices in another address space."""
+    """Fewer than 8 pairs: MLX passes their indices in another address space."""
     return [experts.plan_experts(mx.array(CHOSEN[1:4]), 3).array]
 
 
@@ -149,7 +150,7 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
 
 @in_16_bits
 def expert_gemm_in_lanes(dtype):
-    """Four rows of unlike size; experts have three, one and none."""
+    """Four rows of unlike size; the experts have three, one and no rows."""
     chosen, how = np.array([[2], [0], [2], [2]]), Quantisation(4, 32)
     made = draw_experts(3, 928, 36, dtype, how, GPT_OSS, bias=True)
     x = (seeded(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
@@ -161,7 +162,7 @@ def expert_gemm_in_lanes(dtype):
 
 @in_16_bits
 def expert_gemm_down(dtype):
-    """Without a gate: 16 columns of one weight."""
+    """The product of one weight, without a gate: a threadgroup has 16 columns."""
     x = seeded(CHOSEN.size, 96, seed=20).astype(dtype)
     weight = ExpertWeight(seeded(3, 40, 96, seed=21).astype(dtype))
     pairs, tiles = mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE)
@@ -177,13 +178,13 @@ _EXPERT_TOPK = partial(expert_topk, routing=RENORMALIZED)
 _OF_EXPERTS = {"use": EXPERTS, "serving": ServingCase(dtype="float16", tiny="qwen3_moe")}
 PRODUCT_KERNELS = {
     "add_rms_norm": KernelRow(
-        # A mean over all lanes, idle ones too.
+        # The mean counts idle lanes.
         ("square / float(DIM)", "square / float(SIMDGROUPS * 32)"),
         {"": add_rms_norm_rows, "post": partial(add_rms_norm_rows, post_norm=True)},
         faults=("is slow",),
     ),
     "skinny_gemm": KernelRow(
-        # A sum that the last simdgroup is not in.
+        # The sum lacks the last SIMD group.
         ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
         {
             "": skinny_gemm_rows,
@@ -199,7 +200,7 @@ PRODUCT_KERNELS = {
         serving=ServingCase(dtype="bfloat16"),
     ),
     "expert_topk": KernelRow(
-        # An expert that is chosen again.
+        # An expert is chosen twice.
         ("keys[s] = 0u;\n    }\n  }", "}\n  }"),
         {
             "": _EXPERT_TOPK,
@@ -210,7 +211,7 @@ PRODUCT_KERNELS = {
         **_OF_EXPERTS,
     ),
     "expert_plan": KernelRow(
-        # Pairs of an expert in no order.
+        # The pairs of an expert are not in order.
         ("plan[to] = part + i", "plan[to] = (part + i) ^ 1"),
         {"": expert_plan, "few": expert_plan_of_few},
         **_OF_EXPERTS,

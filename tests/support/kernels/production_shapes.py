@@ -26,7 +26,7 @@ from vllm_metal_lite.specs import (
 )
 
 BF16, HALF, F32 = mx.bfloat16, mx.float16, mx.float32
-# Query heads, K/V heads, size of a head: groups and sizes that COMMON lacks.
+# (query heads, KV heads, head size) that COMMON lacks.
 QWEN3, PHI, GEMMA3 = (16, 8, 128), (32, 32, 80), (8, 4, 256)
 OTHERS = (28, 4, 128), (16, 16, 128), (14, 2, 64), (64, 8, 128)
 LATENTS = (20, 512, 64), (64, 512, 64), (40, 256, 32)  # heads, latents, rotary part
@@ -40,7 +40,7 @@ def attention(
     window: int | None = None,
     shares: bool = False,
 ) -> KernelUse:
-    """Attention with norms of heads."""
+    """The use of a model with norms of heads."""
     *counts, dim = heads
     shape = AttentionShape(*counts, dim, dim, dtype, window, kv_bits=bits)
     return KernelUse((shape,), 16, (RopeShape(dim, base=1e6, eps=1e-6),), shares_prefix=shares)
@@ -96,7 +96,7 @@ def _recurrent(dtype: mx.Dtype) -> KernelUse:
 def products(
     rows: int, outputs: int, depth: int, dtype: mx.Dtype, how: Quantisation | None = None
 ) -> list[Check]:
-    """With a norm, SwiGLU and a residual sum; with a bias and GeGLU."""
+    """A product with a norm, SwiGLU and a residual sum; and one with a bias and GeGLU."""
     weight = WeightShape(outputs, depth, how)
     shapes = [ProductShape(rows, weight, dtype, biased) for biased in (False, True)]
     return [Check("skinny_gemm", shape) for shape in shapes]

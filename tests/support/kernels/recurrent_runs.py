@@ -15,7 +15,8 @@ from vllm_metal_lite.kernels.store import new_ticket
 
 
 def causal_conv_rows(dtype):
-    """Segments of every kind, channels for two threadgroups; NaN in slots where none starts."""
+    """Segments of every kind, and channels for two threadgroups.  Slots where no segment starts are
+    NaN."""
     step = Segments(**RAGGED)
     x, weight, bias = (
         seeded(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
@@ -56,7 +57,7 @@ def recurrent_rows(dtype, form):
 
 
 def gated_norm_rows(dtype, groups=5, dim=72):
-    """More groups than a threadgroup has, and columns past the end of the gate."""
+    """More groups than a threadgroup serves, so the last threadgroup is not full."""
     x, z = (seeded(3, groups * dim, seed=n, dtype=dtype) for n in (27, 28))
     weight = seeded(groups * dim, seed=29, dtype=dtype)
     return [gated_rms_norm(x, Columns(z, 0), weight, 1e-5, dim=dim)]
@@ -65,7 +66,7 @@ def gated_norm_rows(dtype, groups=5, dim=72):
 _RECURRENT = {"use": RECURRENT, "serving": ServingCase(tiny="qwen3_next")}
 RECURRENT_KERNELS = {
     "causal_conv": KernelRow(
-        # The first row of a segment is not carried on.
+        # The first row of a segment is not read.
         ("from + j >= begin ?", "from + j > begin ?"),
         {"": causal_conv_rows},
         faults=("is wrong", "does not compile"),
@@ -86,7 +87,7 @@ RECURRENT_KERNELS = {
         **_RECURRENT,
     ),
     "gated_rms_norm": KernelRow(
-        # The gate of another group.
+        # The gate is that of another group.
         ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
         {"": gated_norm_rows, "long": partial(gated_norm_rows, groups=1, dim=900)},
         **_RECURRENT,
