@@ -1,6 +1,6 @@
 """A kernel fails: only that kernel is replaced, and the tokens stay right.
 
-Each kernel is here with a kind of fault, and each kind with a kernel.  All of them:
+Each kernel is tried with a kind of fault, and each kind with a kernel.  A tool tries all pairs:
 `METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start`.
 """
 
@@ -72,7 +72,8 @@ PAIRS.append(("deepseek_v3", "merge_partitions"))
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
-    """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
+    """The engine computes prompts in chunks, and decodes beside them, in splits and after a shared
+    prefix."""
     how = {"rows_as_decodes": 0, "min_keys": 8, "small_scores": 0}
     change_device(monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, **how)
     prefill = "gather" if "gather" in kernel else "varlen"

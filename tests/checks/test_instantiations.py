@@ -1,4 +1,4 @@
-"""How many instantiations of kernels the checks compile: that is most of a first start."""
+"""The number of instantiations that the checks compile: compiling is most of a first start."""
 
 from collections import Counter
 from dataclasses import replace
@@ -39,7 +39,7 @@ QWEN35 = KernelUse((), 16, recurrences=(CONV, DELTA))
 
 @pytest.fixture
 def instantiations(monkeypatch):
-    """Launches are stubs -> the instantiations that they would compile."""
+    """The instantiations that launches would compile; the launches are stubs."""
     found = set()
 
     def launch(self, arrays, template, grid, threadgroup, outputs):
@@ -53,7 +53,7 @@ def instantiations(monkeypatch):
 
 
 FOUR, SIX = (weights(Quantisation(bits, 64)) for bits in (4, 6))
-# Most instantiations of these kernels; of each other kernel two.
+# A use, and the most instantiations of some kernels.  Each other kernel has at most two.
 MOST = {
     "qwen3": (replace(QWEN3, weights=weights(None)), {"paged_decode": 7}),
     "in 4 bits": (replace(QWEN3, weights=FOUR), {"paged_decode": 7, "skinny_gemm": 4}),
@@ -83,7 +83,7 @@ def test_one_row_of_few_experts_is_checked_with_its_own_text(instantiations):
     how = Quantisation(4, 32, "mxfp4")
     experts = ExpertShape(32, 2880, 2880, "clamped_swiglu", True, how, how)
     for check in checks_for(replace(QWEN3, experts=(experts,))):
-        run(check)  # experts that a stub chooses are wrong
+        run(check)  # the check fails, because a stub chooses the experts
     for kernel, number in ("expert_gemm", 1), ("expert_sum", 1):
         seen = {small[number][1] for name, small, *_ in instantiations if name == kernel}
         assert seen == {True, False}

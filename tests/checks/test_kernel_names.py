@@ -9,7 +9,7 @@ from tests.support.kernels.broken_machine import all_kernels
 from tests.support.kernels.seeded_faults import FAULTS
 from tests.support.kernels.table import RUN, TABLE
 from tools.dev import kernels_table
-from vllm_metal_lite.checks.for_model import checks_for, function
+from vllm_metal_lite.checks.for_model import check_of, checks_for, timing_of
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.registry import REGISTRY
 
@@ -28,8 +28,8 @@ def test_every_file_of_metal_has_a_launch_and_a_row():
 
 def test_a_row_names_what_exists():
     for row in REGISTRY.values():
-        for name in filter(None, (row.check, row.timed)):
-            assert callable(function(row, name))
+        assert callable(check_of(row))
+        assert not row.timed or callable(timing_of(row))
         text = (ROOT / "metal" / f"{row.file}.metal").read_text(encoding="utf-8")
         assert all(value in text for value in row.template), row.name
         assert {row.file, *row.needs} <= REGISTRY.keys(), row.name
@@ -45,8 +45,9 @@ def test_the_tests_have_each_kernel_and_each_use_that_can_fail_by_itself():
 def test_a_use_of_the_table_has_a_check_of_the_kernel():
     for kernel, row in TABLE.items():
         checked = {check.kernel for check in checks_for(row.use)}
-        module = f"vllm_metal_lite/checks/{REGISTRY[kernel].module}.py"
-        assert kernel in checked, f"`checks` in {module} lacks it, or its `use` in {TABLE_FILES}"
+        module, _ = REGISTRY[kernel].check.split(".")
+        where = f"vllm_metal_lite/checks/{module}.py"
+        assert kernel in checked, f"`checks` in {where} lacks it, or its `use` in {TABLE_FILES}"
 
 
 def test_faults_are_seeded_into_every_kernel():
@@ -61,11 +62,6 @@ def test_every_kernel_that_takes_the_ticket_is_known_to_the_replay():
     taking = {kernel.name for kernel in all_kernels() if "ticket" in kernel.inputs}
     known = {kernel for kernel, row in TABLE.items() if row.store}
     assert taking == known, f"`store` in {TABLE_FILES}"
-
-
-def test_a_kernel_without_a_fallback_is_replaced_by_the_reference():
-    essential = {"kv_write", "kv_write_quantised", "causal_conv", "gated_delta"}
-    assert {row.name for row in REGISTRY.values() if row.essential} == essential
 
 
 def test_the_docs_have_the_rows():

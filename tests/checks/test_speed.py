@@ -1,4 +1,4 @@
-"""The two candidates that are timed do the same work.  Times themselves mean nothing here."""
+"""The two timed candidates do the same work.  Times themselves mean nothing here."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -22,9 +22,12 @@ SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8), LATENT
 USE = KernelUse(
-    SHAPES, 16, (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)), (64,),
+    SHAPES,
+    16,
+    (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)),
+    (64,),
     recurrences=(GatedNormShape(32, 3, mx.float32),),
-)  # fmt: skip
+)
 TIMED = [row.name for row in REGISTRY.values() if row.timed]
 SMALL = Loads(3, 20, 70, 32, ((2, 20, 20), (1, 40, 20)), 9)
 
@@ -94,7 +97,7 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
 def test_candidates_are_timed_alternately_and_slow_ones_less_often(
     monkeypatch, cost, rounds, calls
 ):
-    """A device that slows down does so for both."""
+    """A device that slows down does so for both candidates."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -109,7 +112,7 @@ def test_candidates_are_timed_alternately_and_slow_ones_less_often(
     candidates = [candidate("ours", 1.0), candidate("other", 1.005)]
     ours, other = timing.seconds_alternating(candidates, calls=20, enough=0.24)
     assert cost < ours < other < 2 * cost
-    before = 2 * (2 + 1)  # two that warm up, one that tells how many to time
+    before = 2 * (2 + 1)  # two calls that warm up, and one that decides how many are timed
     assert order[before:] == (["ours"] * calls + ["other"] * calls) * rounds
 
 

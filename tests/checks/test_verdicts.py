@@ -1,4 +1,4 @@
-"""What the checks find of kernels, right and miscompiled, and what is remembered of it."""
+"""The checks find right kernels and miscompiled ones, and the results are remembered."""
 
 import json
 import math
@@ -39,7 +39,7 @@ USE = KernelUse((SHAPE,), 8)
 
 @pytest.fixture
 def found(monkeypatch):
-    """Checks are not run, but have the given results, by kernel -> the checks that would run."""
+    """(kernel -> the result that its checks get without a run, the checks that would run)"""
     results, ran = {}, []
 
     def run(check, timed):
@@ -72,7 +72,7 @@ PREFIX, PROMPTS, NORM, PRODUCT = (
     "add_rms_norm ",
     "skinny_gemm ",
 )
-# A use, the kernels that the model uses among those named, and those that it does not use.
+# A use, some kernels that the model uses, and some that it does not use.
 USED = {
     "no prefix": (replace(USE, shares_prefix=False), IN_STORE + PROMPTS, PREFIX + NEW_ROWS + NORM),
     "a window": (replace(USE, shapes=(WINDOW,)), IN_STORE, PREFIX),
@@ -291,7 +291,7 @@ def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
 
 
 def test_prompts_of_all_layers_go_the_way_that_serves_them_all(found):
-    """`gather` if that is faster for one of them."""
+    """Prompts use `gather` if that is faster for one of the layers."""
     results, _ = found
     results["varlen_prefill"] = CheckResult(None, 0.0, speed=Speed(1e-4, 1e-4))
     assert verify(USE) == Verdict({}, "varlen")
@@ -312,9 +312,13 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("rope_write", SHAPE), ("fused_decode", SHAPE), ("shared_prefix", SHAPE),
-     ("latent_write", LATENT)],
-)  # fmt: skip
+    [
+        ("rope_write", SHAPE),
+        ("fused_decode", SHAPE),
+        ("shared_prefix", SHAPE),
+        ("latent_write", LATENT),
+    ],
+)
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [

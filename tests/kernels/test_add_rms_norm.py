@@ -79,9 +79,12 @@ def test_rows_shorter_and_longer_than_a_threadgroup(dim, dtype):
 
 
 @given(
-    st.integers(1, 5), st.integers(8, 300), st.sampled_from(DTYPES), st.integers(0, 99),
+    st.integers(1, 5),
+    st.integers(8, 300),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
     st.booleans(),
-)  # fmt: skip
+)
 @settings(max_examples=40)
 def test_random_shapes(rows, dim, dtype, seed, post_norm):
     check(rows, dim, dtype, dtype, seed, post_norm)

@@ -70,8 +70,11 @@ def test_ragged_segments(size, bias, silu, dtype):
 
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=5),
-    st.integers(0, 18), st.sampled_from([8, 70, 300]), st.integers(2, 5), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(0, 18),
+    st.sampled_from([8, 70, 300]),
+    st.integers(2, 5),
+    st.integers(0, 99),
+)
 @settings(max_examples=25)
 def test_random_segments(parts, padding, channels, size, seed):
     Case(Segments.drawn(parts, padding, seed), channels, size).check()

@@ -35,9 +35,12 @@ WRITTEN = ("states",)
 GIVEN = ("scalar", "vector", "ssm")
 # The forms of layers: gates from logits, gates given per column, and the state space update.
 FUSED = {
-    "softplus": {}, "columns": {}, "bounded": {"lower_bound": -5.0}, "negative": {"beta_scale": 2},
+    "softplus": {},
+    "columns": {},
+    "bounded": {"lower_bound": -5.0},
+    "negative": {"beta_scale": 2},
     "time": None,
-}  # fmt: skip
+}
 KINDS = (*GIVEN, *FUSED)
 FUSED_SIZES = {"dims": (48, 24)}
 LIMITS = (0.1, 1.5)

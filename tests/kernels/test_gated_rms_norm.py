@@ -54,9 +54,14 @@ def test_groups_shorter_and_longer_than_a_simdgroup(groups, dim, wide):
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 6), st.integers(8, 200), st.sampled_from(list(STEP)),
-    st.booleans(), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(8, 200),
+    st.sampled_from(list(STEP)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 @settings(max_examples=25)
 def test_random_shapes(rows, groups, dim, dtype, wide, gate_first, seed):
     check(rows, groups, dim, dtype, wide=wide, gate_first=gate_first, seed=seed)

@@ -21,10 +21,13 @@ SLOTS, EPS = 24, 0.03  # so large that a test notices another eps
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("heads", "nope", "latent_dim", "rope"),
-    [(20, 24, 512, Rope(64, True, 1e4, 1.0, None)), (3, 8, 64, Rope(8, False, 1e4, 0.5, None)),
-     (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32))),
-     (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466))],
-)  # fmt: skip
+    [
+        (20, 24, 512, Rope(64, True, 1e4, 1.0, None)),
+        (3, 8, 64, Rope(8, False, 1e4, 0.5, None)),
+        (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32))),
+        (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466)),
+    ],
+)
 def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     """Queries have a rotary part after another part of each head; latents and rotary keys lie side
     by side."""

@@ -78,9 +78,14 @@ def test_head_dims(dim, v_dim, dtype):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("dim", "v_dim", "dtype"),
-    [(64, 64, mx.bfloat16), (72, 72, mx.float16), (80, 96, mx.float32), (192, 128, mx.float32),
-     (256, 256, mx.bfloat16)],
-)  # fmt: skip
+    [
+        (64, 64, mx.bfloat16),
+        (72, 72, mx.float16),
+        (80, 96, mx.float32),
+        (192, 128, mx.float32),
+        (256, 256, mx.bfloat16),
+    ],
+)
 def test_quantised_head_dims(dim, v_dim, dtype, bits):
     Case(ROWS, 70, dim=dim, v_dim=v_dim, dtype=dtype, heads=(8, 2), splits=2, bits=bits).check()
 

@@ -112,10 +112,15 @@ NEIGHBOURS = st.sets(st.sampled_from(["gain", "bias", "residual"]))
 
 
 @given(
-    st.integers(1, MAX_ROWS), st.integers(1, 60), st.integers(1, 40),
-    st.sampled_from([*[None] * 2 * len(READABLE), *READABLE]), st.sampled_from(DTYPES),
-    NEIGHBOURS, GATES, st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, MAX_ROWS),
+    st.integers(1, 60),
+    st.integers(1, 40),
+    st.sampled_from([*[None] * 2 * len(READABLE), *READABLE]),
+    st.sampled_from(DTYPES),
+    NEIGHBOURS,
+    GATES,
+    st.integers(0, 99),
+)
 @settings(max_examples=48)
 def test_random_shapes(rows, outputs, chunks, how, dtype, what, gate, seed):
     """The product alone; with a norm, a bias, a gate or a residual sum; and with all of them."""
@@ -215,7 +220,7 @@ def test_a_norm_is_the_one_that_mlx_computes(rows):
 
 
 def test_swiglu_is_the_one_that_mlx_computes():
-    """The difference is at most a step of the result. (In float16 MLX's own loses small results on
+    """The difference is at most a step of the result.  (In float16 MLX's own loses small results on
     a CPU.)"""
     x, weight = draw(9, 80, 512, mx.bfloat16)
     gate, up = mx.split(skinny_gemm(x, weight), 2, axis=1)
@@ -286,7 +291,7 @@ def test_rows_of_a_larger_array():
 
 
 def test_a_row_in_lanes_does_not_depend_on_the_others():
-    """A row has the same bits alone and beside other rows, one of which is NaN."""
+    """A row has the same bits alone and beside other rows, also if one of these is NaN."""
     x, weight = draw(4, 21, 960, mx.float16)
     weight = quantised(weight, Quantisation(8, 64))
     alone = [floats(skinny_gemm(x[i : i + 1], weight))[0] for i in range(4)]

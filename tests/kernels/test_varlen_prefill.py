@@ -44,9 +44,13 @@ VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
 @pytest.mark.parametrize("segments", VLLM_SHAPES, ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
     ("dtype", "heads", "window", "softcap"),
-    [(mx.float32, (8, 2), 256, None), (mx.float32, (5, 1), None, 50.0),
-     (mx.float16, (8, 2), 256, 50.0), (mx.bfloat16, (2, 2), None, None)],
-)  # fmt: skip
+    [
+        (mx.float32, (8, 2), 256, None),
+        (mx.float32, (5, 1), None, 50.0),
+        (mx.float16, (8, 2), 256, 50.0),
+        (mx.bfloat16, (2, 2), None, None),
+    ],
+)
 def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
     Case(
         segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0

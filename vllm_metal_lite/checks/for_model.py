@@ -1,10 +1,9 @@
 """The checks of the kernels that one model uses, and the functions that registry rows name."""
 
 from collections.abc import Callable
-from typing import Any
 
 from vllm_metal_lite.checks import attention, new_rows, products, recurrent
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, Pair
 from vllm_metal_lite.kernels.registry import KernelRow
 from vllm_metal_lite.specs import KernelUse
 
@@ -23,6 +22,11 @@ def checks_for(use: KernelUse) -> list[Check]:
     return list(dict.fromkeys(check for checks in found for check in checks))
 
 
-def function(row: KernelRow, name: str) -> Callable[..., Any]:
-    """The function of a row's module: its check, or its timing."""
-    return getattr(_MODULES[row.module], name)
+def check_of(row: KernelRow) -> Callable[..., float]:
+    module, name = row.check.split(".")
+    return getattr(_MODULES[module], name)
+
+
+def timing_of(row: KernelRow) -> Callable[..., list[Pair]]:
+    module, _ = row.check.split(".")
+    return getattr(_MODULES[module], f"timed_{row.timed}")

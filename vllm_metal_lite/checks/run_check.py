@@ -14,7 +14,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import speed
 from vllm_metal_lite.checks.check import Check, CheckResult
-from vllm_metal_lite.checks.for_model import function
+from vllm_metal_lite.checks.for_model import check_of
 from vllm_metal_lite.errors import one_line, our_fault
 from vllm_metal_lite.kernels.launch import is_of_device
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -25,10 +25,9 @@ def run(check: Check, timed: bool = False) -> CheckResult:
 
     An error of this package's own code is a failure that says so.
     """
-    row = REGISTRY[check.kernel]
     result = CheckResult(check)
     try:
-        result = replace(result, error=function(row, row.check)(check))
+        result = replace(result, error=check_of(REGISTRY[check.kernel])(check))
         if timed and result.passed:
             result = replace(result, speed=speed.measure(check))
     except Exception as e:

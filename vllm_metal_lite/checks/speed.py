@@ -4,7 +4,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check, Loads, Pair, Speed, Work
-from vllm_metal_lite.checks.for_model import function
+from vllm_metal_lite.checks.for_model import timing_of
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
 
@@ -23,7 +23,7 @@ def measure(check: Check, loads: Loads = _LOADS) -> Speed | None:
     row = REGISTRY[check.kernel]
     if not row.timed or check.beside:
         return None
-    pairs: list[Pair] = function(row, row.timed)(check, loads)
+    pairs = timing_of(row)(check, loads)
     found = _speed(pairs)
     # A slow kernel is timed twice, because something else may have used the device.
     return min(found, _speed(pairs), key=lambda speed: speed.ratio) if found.is_slow else found

@@ -35,7 +35,7 @@ from vllm_metal_lite.model.weights import MIXTURES, weight_of
 from vllm_metal_lite.model.weights import served as served_experts
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
-# The rows of these parameters are outputs, for every kind of projection.
+# The parameters of a projection whose rows are outputs.
 _BY_OUTPUT = ("weight", "scales", "biases", "bias")
 
 
@@ -192,8 +192,8 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
 
 
 def _rows_and_norm(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
-    """(Rows before their norm, the norm) if each threadgroup of the product should compute the
-    norm; otherwise (rows of x, None)."""
+    """(The rows before their norm, the norm) if the product should compute the norm; otherwise (the
+    rows of x, None)."""
     origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
     small = how is None or outputs * depth <= device.max_normed_weights
     if not small or not isinstance(origin, Normed) or origin.norm.weight is None:

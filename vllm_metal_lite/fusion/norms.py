@@ -34,8 +34,8 @@ class Sum:
     y: mx.array
 
     def side(self, kind: type) -> tuple[Any, mx.array]:
-        """The origin of the side that has one of this kind, and the other side; if neither has,
-        None and x."""
+        """(The origin of this kind, the other side), from the side that has such an origin; if no
+        side has, (None, x)."""
         for side, other in ((self.y, self.x), (self.x, self.y)):
             if isinstance(origin_of(side), kind):
                 return origin_of(side), other

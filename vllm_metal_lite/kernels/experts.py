@@ -36,7 +36,7 @@ _MAX_ELEMENTS = (1 << 31) - 1
 _TILES = (1, MAX_LANE_ROWS, 8, 16, 32)
 _COLUMNS = 16
 # ExpertActivation in metal/expert_gemm.metal.
-_ACTIVATIONS = {"swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
+_ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
 # SIMD groups that make a plan, and the (row, choice) pairs that they hold in threadgroup memory.
 _PLAN_SIMDGROUPS, _PLAN_PART = 8, 1024
 # A plan has room for at least this many tiles, and so at least MIN_ELEMENTS.
@@ -227,9 +227,8 @@ def expert_product(
     template: Template = {"T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth}
     template |= {"ROW_TILES": row_tiles, "LANE_ROWS": lane_rows, "SIMDGROUPS": plan.simdgroups}
     template |= {"AT_ONCE": plan.at_once, "SHARE": share, "BIAS": weight.bias is not None}
-    template["ACTIVATION"] = _ACTIVATIONS[activation.kind] if activation else 0
-    template["ALPHA"] = bits(activation.alpha if activation else 0.0)
-    template["LIMIT"] = bits(activation.limit if activation else 0.0)
+    kind, alpha, limit = activation or (None, 0.0, 0.0)
+    template |= {"ACTIVATION": _ACTIVATIONS[kind], "ALPHA": bits(alpha), "LIMIT": bits(limit)}
     columns = _COLUMNS // 2 if up else _COLUMNS
     inputs = [x, indices, expert_plan.array, *arrays, *up_arrays]
     grid, threads = (-(-outputs // columns), expert_plan.num_tiles, 1), 32 * plan.simdgroups

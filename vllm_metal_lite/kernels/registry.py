@@ -23,9 +23,8 @@ class KernelRow:
     """name: the name in results and warnings.  A kernel is named like its file in metal/.
 
     fallback: the replacement, as a warning words it.
-    module: the module of checks/ that holds the next two functions.
-    check: the function that returns the largest error of the kernel.
-    timed: the function that returns the kernel's work, and the same work by its fallback; "": the
+    check: "module.function" in checks/.
+    timed: the function timed_NAME of that module times the kernel beside its fallback; "": the
         kernel is not timed.
     needs: the kernels without which this one is neither used nor checked.  They need none.
     base: the kernel that this is a use of; template: the values that the use sets.
@@ -36,7 +35,6 @@ class KernelRow:
 
     name: str
     fallback: str
-    module: str
     check: str
     timed: str = ""
     needs: tuple[str, ...] = ()
@@ -52,40 +50,30 @@ class KernelRow:
 
 
 _ROWS = (
-    KernelRow("kv_write", REFERENCE, "attention", "write", essential=True),
-    KernelRow("kv_write_quantised", REFERENCE, "attention", "write", essential=True),
-    KernelRow("kv_gather", "prompts use varlen_prefill", "attention", "gather", prefill="gather"),
+    KernelRow("kv_write", REFERENCE, "attention.write", essential=True),
+    KernelRow("kv_write_quantised", REFERENCE, "attention.write", essential=True),
+    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prefill="gather"),
     KernelRow(
-        "kv_gather_quantised", "prompts use varlen_prefill", "attention", "gather", prefill="gather"
+        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prefill="gather"
     ),
     KernelRow(
-        "paged_decode",
-        "decodes are computed as prompts of one token",
-        "attention",
-        "decode",
-        "timed_decode",
+        "paged_decode", "decodes are computed as prompts of one token", "attention.decode", "decode"
     ),
     KernelRow(
-        "latent_attention",
-        "all rows use kv_gather and MLX's SDPA",
-        "attention",
-        "decode",
-        "timed_decode",
+        "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
     ),
     KernelRow(
         "merge_partitions",
         "contexts are not split",
-        "attention",
-        "decode",
-        "timed_merge",
+        "attention.decode",
+        "merge",
         needs=("paged_decode", "latent_attention"),
     ),
     KernelRow(
         "latent_prefill",
         _GATHER,
-        "attention",
+        "attention.prefill",
         "prefill",
-        "timed_prefill",
         needs=("latent_attention",),
         base="latent_attention",
         prefill="varlen",
@@ -93,55 +81,37 @@ _ROWS = (
     KernelRow(
         "shared_prefix",
         "a shared prefix is read by each request",
-        "attention",
-        "decode",
-        "timed_prefix",
+        "attention.decode",
+        "prefix",
         needs=("paged_decode",),
     ),
-    KernelRow("varlen_prefill", _GATHER, "attention", "prefill", "timed_prefill", prefill="varlen"),
+    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prefill", prefill="varlen"),
+    KernelRow("gather_rows", "MLX's own operations are used", "attention.reorder", "reorder"),
     KernelRow(
-        "gather_rows", "MLX's own operations are used", "attention", "reorder", "timed_reorder"
-    ),
-    KernelRow(
-        "rope_write",
-        "prompts use MLX's norm and rotation, and kv_write",
-        "new_rows",
-        "write",
-        "timed_write",
+        "rope_write", "prompts use MLX's norm and rotation, and kv_write", "new_rows.write", "write"
     ),
     KernelRow(
         "fused_decode",
         "decodes use rope_write and paged_decode",
-        "attention",
-        "decode",
-        "timed_fused_decode",
+        "attention.decode",
+        "fused_decode",
         needs=("paged_decode",),
         base="paged_decode",
         template=("FUSED",),
     ),
     KernelRow(
-        "latent_write",
-        "MLX's norm and rotation, and kv_write, are used",
-        "new_rows",
-        "write",
-        "timed_write",
+        "latent_write", "MLX's norm and rotation, and kv_write, are used", "new_rows.write", "write"
     ),
+    KernelRow("add_rms_norm", "MLX's sum and norm are used", "products.add_norm", "add_norm"),
+    KernelRow("skinny_gemm", "MLX's product is used", "products.product"),
+    KernelRow("expert_topk", "MLX's operations choose experts", "products.topk"),
+    KernelRow("expert_plan", _EXPERTS, "products.expert_plan"),
+    KernelRow("expert_gemm", _EXPERTS, "products.mixture", needs=("expert_plan", "expert_sum")),
+    KernelRow("expert_sum", _EXPERTS, "products.weighted_sum"),
+    KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),
+    KernelRow("gated_delta", _OPERATIONS, "recurrent.recurrence", essential=True),
     KernelRow(
-        "add_rms_norm", "MLX's sum and norm are used", "products", "add_norm", "timed_add_norm"
-    ),
-    KernelRow("skinny_gemm", "MLX's product is used", "products", "product"),
-    KernelRow("expert_topk", "MLX's operations choose experts", "products", "topk"),
-    KernelRow("expert_plan", _EXPERTS, "products", "expert_plan"),
-    KernelRow("expert_gemm", _EXPERTS, "products", "mixture", needs=("expert_plan", "expert_sum")),
-    KernelRow("expert_sum", _EXPERTS, "products", "weighted_sum"),
-    KernelRow("causal_conv", _OPERATIONS, "recurrent", "convolution", essential=True),
-    KernelRow("gated_delta", _OPERATIONS, "recurrent", "recurrence", essential=True),
-    KernelRow(
-        "gated_rms_norm",
-        "MLX's norm and product are used",
-        "recurrent",
-        "gated_norm",
-        "timed_gated_norm",
+        "gated_rms_norm", "MLX's norm and product are used", "recurrent.gated_norm", "gated_norm"
     ),
 )
 REGISTRY: dict[str, KernelRow] = {row.name: row for row in _ROWS}

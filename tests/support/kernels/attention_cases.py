@@ -140,7 +140,7 @@ class AttentionCase:
         assert not self.run(**how).any()
 
     def check_chunks(self, split: int, chunk: Callable[[int, int], "AttentionCase"]) -> None:
-        """Check that a segment in two chunks gives the same bits as at once. chunk: its rows,
+        """Check that a segment in two chunks gives the same bits as at once.  chunk: its rows,
         keys."""
         expected, end = self.run(), len(self.q)
         for begin, until in ((0, split), (split, end)):

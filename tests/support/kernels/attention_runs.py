@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.device import change_device
-from tests.support.kernels.row import LATENT, PLAIN, QUANTISED, KernelRow, ServingCase
+from tests.support.kernels.row import LATENT, PLAIN, QUANTISED, KernelTest, ServingCase
 from vllm_metal_lite.attention.paged.varlen_prompts import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, latent_attention
@@ -182,7 +182,7 @@ def gathered_rows(dtype):
 
 
 ATTENTION = {
-    "kv_write": KernelRow(
+    "kv_write": KernelTest(
         ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
         {"": kv_write},
         faults=("does not compile",),
@@ -190,28 +190,28 @@ ATTENTION = {
         not_launched_by=("qwen3", "gemma3_text/w9"),  # `rope_write` writes their rows
         store="writes",
     ),
-    "kv_write_quantised": KernelRow(
+    "kv_write_quantised": KernelTest(
         ("if (slot >= 0 && head < KV", "if (slot > 40 && head < KV"),
         {"": partial(kv_write, bits=4), "wide": wide_kv_write},
         use=QUANTISED,
         serving=replace(PLAIN, kv_bits=8),
         store="writes",
     ),
-    "kv_gather": KernelRow(
+    "kv_gather": KernelTest(
         ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
         {"": kv_gather},
         faults=("raises",),
         serving=PLAIN,
         store="reads",
     ),
-    "kv_gather_quantised": KernelRow(
+    "kv_gather_quantised": KernelTest(
         ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
         {"": partial(kv_gather, bits=4)},
         use=QUANTISED,
         serving=replace(PLAIN, kv_bits=8),
         store="reads",
     ),
-    "paged_decode": KernelRow(
+    "paged_decode": KernelTest(
         # The maximum is not updated.
         ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
         {
@@ -227,19 +227,19 @@ ATTENTION = {
         serving=replace(PLAIN, wrong="!FUSED"),
         store="writes if fused",
     ),
-    "fused_decode": KernelRow(
+    "fused_decode": KernelTest(
         # No split sees the newest key.
         ("split == splits - 1", "split == splits"),
         faults=("does not compile", "hangs"),
         serving=ServingCase(wrong="FUSED"),
     ),
-    "merge_partitions": KernelRow(
+    "merge_partitions": KernelTest(
         ("weights[p] *", "weights[0] *"),
         {"": merge_partitions},
         faults=("raises",),
         serving=PLAIN,
     ),
-    "latent_attention": KernelRow(
+    "latent_attention": KernelTest(
         ("l[i] * fade + weight", "l[i] + weight"),
         {
             "": latent_rows,
@@ -251,7 +251,7 @@ ATTENTION = {
         serving=ServingCase(tiny="deepseek_v3"),
         store="reads",
     ),
-    "latent_write": KernelRow(
+    "latent_write": KernelTest(
         ("- second * sine", "+ second * sine"),
         {
             "": new_latents,
@@ -263,7 +263,7 @@ ATTENTION = {
         serving=ServingCase(tiny="deepseek_v3"),
         store="writes",
     ),
-    "shared_prefix": KernelRow(
+    "shared_prefix": KernelTest(
         ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
         {
             "": shared_prefix_rows,
@@ -274,7 +274,7 @@ ATTENTION = {
         faults=("ends the process",),
         store="reads",
     ),
-    "varlen_prefill": KernelRow(
+    "varlen_prefill": KernelTest(
         ("fast::exp2(", "fast::exp2(0.9f * "),
         {
             "": varlen_prefill_rows,
@@ -285,7 +285,7 @@ ATTENTION = {
         faults=("does not compile", "is slow"),
         store="reads",
     ),
-    "rope_write": KernelRow(
+    "rope_write": KernelTest(
         # A fast sine, which does not reduce large angles.
         ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
         {
@@ -296,7 +296,7 @@ ATTENTION = {
         },
         store="writes",
     ),
-    "gather_rows": KernelRow(
+    "gather_rows": KernelTest(
         ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
         {"": gathered_rows},
         faults=("ends the process",),

@@ -20,9 +20,13 @@ _VIEWS = {
 }  # fmt: skip
 # Template value -> the word for the additional work in a launch's name.
 _ALSO = {
-    "NORM": "NORM", "BIAS": "BIAS", "RESIDUAL": "RESIDUAL", "GATE": "GATE", "FUSED": "FUSED",
+    "NORM": "NORM",
+    "BIAS": "BIAS",
+    "RESIDUAL": "RESIDUAL",
+    "GATE": "GATE",
+    "FUSED": "FUSED",
     "Y_NORM": "POST",
-}  # fmt: skip
+}
 
 
 def watch(monkeypatch, note: Callable[[str, Sequence[mx.array], Template], object]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.expert_cases import draw_experts, plan_of
-from tests.support.kernels.row import EXPERTS, PRODUCTS, KernelRow, ServingCase
+from tests.support.kernels.row import EXPERTS, PRODUCTS, KernelTest, ServingCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
@@ -177,13 +177,13 @@ def expert_sum(dtype):
 _EXPERT_TOPK = partial(expert_topk, routing=RENORMALIZED)
 _OF_EXPERTS = {"use": EXPERTS, "serving": ServingCase(dtype="float16", tiny="qwen3_moe")}
 PRODUCT_KERNELS = {
-    "add_rms_norm": KernelRow(
+    "add_rms_norm": KernelTest(
         # The mean counts idle lanes.
         ("square / float(DIM)", "square / float(SIMDGROUPS * 32)"),
         {"": add_rms_norm_rows, "post": partial(add_rms_norm_rows, post_norm=True)},
         faults=("is slow",),
     ),
-    "skinny_gemm": KernelRow(
+    "skinny_gemm": KernelTest(
         # The sum lacks the last SIMD group.
         ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
         {
@@ -199,7 +199,7 @@ PRODUCT_KERNELS = {
         use=PRODUCTS,
         serving=ServingCase(dtype="bfloat16"),
     ),
-    "expert_topk": KernelRow(
+    "expert_topk": KernelTest(
         # An expert is chosen twice.
         ("keys[s] = 0u;\n    }\n  }", "}\n  }"),
         {
@@ -210,13 +210,13 @@ PRODUCT_KERNELS = {
         },
         **_OF_EXPERTS,
     ),
-    "expert_plan": KernelRow(
+    "expert_plan": KernelTest(
         # The pairs of an expert are not in order.
         ("plan[to] = part + i", "plan[to] = (part + i) ^ 1"),
         {"": expert_plan, "few": expert_plan_of_few},
         **_OF_EXPERTS,
     ),
-    "expert_gemm": KernelRow(
+    "expert_gemm": KernelTest(
         ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
         {
             "": expert_gemm,
@@ -229,5 +229,5 @@ PRODUCT_KERNELS = {
         faults=("is wrong", "does not compile"),
         **_OF_EXPERTS,
     ),
-    "expert_sum": KernelRow(("c < TOP_K", "c < TOP_K - 1"), {"": expert_sum}, **_OF_EXPERTS),
+    "expert_sum": KernelTest(("c < TOP_K", "c < TOP_K - 1"), {"": expert_sum}, **_OF_EXPERTS),
 }

@@ -4,7 +4,7 @@ from functools import partial
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.recurrent_cases import RAGGED, Segments, given
-from tests.support.kernels.row import RECURRENT, KernelRow, ServingCase
+from tests.support.kernels.row import RECURRENT, KernelTest, ServingCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
@@ -65,7 +65,7 @@ def gated_norm_rows(dtype, groups=5, dim=72):
 
 _RECURRENT = {"use": RECURRENT, "serving": ServingCase(tiny="qwen3_next")}
 RECURRENT_KERNELS = {
-    "causal_conv": KernelRow(
+    "causal_conv": KernelTest(
         # The first row of a segment is not read.
         ("from + j >= begin ?", "from + j > begin ?"),
         {"": causal_conv_rows},
@@ -73,7 +73,7 @@ RECURRENT_KERNELS = {
         store="writes",
         **_RECURRENT,
     ),
-    "gated_delta": KernelRow(
+    "gated_delta": KernelTest(
         # A row does not see itself.
         ("y + delta * both", "y"),
         {
@@ -86,7 +86,7 @@ RECURRENT_KERNELS = {
         store="writes",
         **_RECURRENT,
     ),
-    "gated_rms_norm": KernelRow(
+    "gated_rms_norm": KernelTest(
         # The gate is that of another group.
         ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
         {"": gated_norm_rows, "long": partial(gated_norm_rows, groups=1, dim=900)},

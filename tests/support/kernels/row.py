@@ -56,10 +56,10 @@ PLAIN = ServingCase("gather", fused=False)
 
 
 @dataclass(frozen=True)
-class KernelRow:
-    """miscompiled: a text of the kernel, and a wrong text in its place.  The check must notice it.
+class KernelTest:
+    """miscompiled: a text of the kernel, and a wrong text in its place, which the check must notice.
 
-    runs: small launches that use all parts of the kernel, by form; "" is the plain form.
+    runs: form -> a small launch; together they use all parts of the kernel.  "" is the plain form.
     faults: the kinds of faults that test_fallbacks.py tries; broken_machine.py names them.
     use: a model's use that has a check of the kernel.
     serving: an engine that launches the kernel.

@@ -29,9 +29,12 @@ from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.specs import AttentionShape
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 _COMMON = {"num_hidden_layers": 2, "vocab_size": 4096, "max_position_embeddings": 1 << 17}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": config_of(
