@@ -57,7 +57,7 @@ PLAIN = ServingCase("gather", fused=False)
 
 @dataclass(frozen=True)
 class KernelTest:
-    """miscompiled: a text of the kernel, and a wrong text in its place, which the check must notice.
+    """miscompiled: a text of the kernel, and a wrong text in its place: the check must notice it.
 
     runs: form -> a small launch; together they use all parts of the kernel.  "" is the plain form.
     faults: the kinds of faults that test_fallbacks.py tries; broken_machine.py names them.
