@@ -170,8 +170,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"no end of the bracket in line {_line(text, start)}")
 
 
-# --- clang's messages
-# ------------------------------------------------------------------------------
+# --- clang's messages -----------------------------------------------------------------------------
 
 
 _DIAGNOSTIC = re.compile(

@@ -98,8 +98,7 @@ def _nodes(dump: str) -> Iterator[_Node]:
 
 
 def tree_violations(dump: str) -> Iterator[Violation]:
-    """The violations in the checked text: unqualified pointers and methods, long shifts,
-    recursion."""
+    """The violations in the text: unqualified pointers and methods, long shifts, recursion."""
     path: list[_Node] = []  # from the root to the current node
     calls: dict[str, set[str]] = {}
     first: dict[str, str] = {}  # a function's id -> the id of its first declaration
@@ -131,8 +130,7 @@ def _unqualified(node: _Node, path: list[_Node]) -> Iterator[Violation]:
     bare = "__generic" in declared or (
         re.search(r"[*&]", declared) and not _SPACES.search(declared)
     )
-    # A struct has an implicit copy.
-    implicit = any(" implicit" in n.head for n in (node, *path[-1:]))
+    implicit = any(" implicit" in n.head for n in (node, *path[-1:]))  # a struct's implicit copy
     if bare and node.kind in (*_VARIABLES, *_FUNCTIONS) and not implicit:
         message = f"`{node.name}` needs an address space: '{declared.strip()}'"
         yield Violation("address-space", node.line, in_metal(message))

@@ -25,7 +25,7 @@ _PLAIN = ["-O0", "-fno-sanitize=all"]
 _CHECKED = ["-O0", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
 _CHECKED += ["-fno-sanitize=vptr,object-size", "-DMETAL_HOST_CHECKED"]
 
-_KEEP_SECONDS = 7 * 86400  # the age of unused compiled kernels
+_KEEP_SECONDS = 7 * 86400  # how long unused compiled kernels are kept
 
 _RUNTIME = ["runtime.cpp"]
 _MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
