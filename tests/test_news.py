@@ -21,8 +21,9 @@ def test_other():
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path, monkeypatch):
     """A repository with the branch `main` -> its folder, and a function that calls git."""
+    monkeypatch.delenv("GIT_DIR", raising=False)  # a hook of git sets it
 
     def git(*words):
         who = "-c", "user.name=a", "-c", "user.email=a@b"
@@ -82,8 +83,8 @@ def test_a_case_runs_whose_name_another_file_adds(checkout, committed):
 
 def test_without_git_nothing_is_new(checkout, monkeypatch):
     (checkout[0] / "tests" / "test_a.py").write_text(OLD + "\n")
-    monkeypatch.setenv("PATH", "")
-    assert new(checkout[0], "1") == []
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert new(checkout[0], "1") == []
     checkout[1]("branch", "-D", "main")
     assert new(checkout[0], "1") == []

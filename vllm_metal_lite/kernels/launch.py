@@ -62,7 +62,7 @@ def is_of_device(error: Exception) -> bool:
     """Whether a compiler, a driver or the device raised an error.  Any other error is a fault of
     this package, and says nothing about a kernel."""
     if isinstance(error, ValueError):  # MLX's for a pipeline that allows fewer threads
-        return "threads per threadgroup" in str(error)
+        return str(error).startswith("Thread group size")
     return isinstance(error, (RuntimeError, MemoryError, OSError))
 
 
