@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import one_line, our_fault
 from vllm_metal_lite.kernels import registry, source
 
 Template = dict[str, int | mx.Dtype]
@@ -148,7 +148,8 @@ class Kernel:
             if one_by_one:
                 mx.eval(results)
         except Exception as e:
-            if not one_by_one or not is_of_device(e):
+            if not one_by_one:
                 raise
-            raise KernelError(registry.name_of_launch(self.name, template), e) from e
+            error = e if is_of_device(e) else RuntimeError(our_fault(e))
+            raise KernelError(registry.name_of_launch(self.name, template), error) from e
         return results
