@@ -62,7 +62,7 @@ def test_a_timing_at_the_start_logs_the_traceback_of_our_fault(caplog, tmp_path,
 
 @pytest.mark.parametrize("error", [NO_LIBRARY, NO_KEY], ids=repr)
 def test_a_fault_of_ours_in_a_launch_is_called_one(monkeypatch, error):
-    """The kernel is replaced even so: requests go on."""
+    """The kernel is replaced even so, and requests continue."""
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **_: raising(error))
     x = mx.ones((2, 64))
     with one_by_one(), pytest.raises(KernelError, match="add_rms_norm: ") as raised:
