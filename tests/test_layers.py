@@ -47,13 +47,13 @@ MLX = ("mlx", "mlx_lm", "transformers", "torch", "vllm")
 
 # Rooms that may be deleted, and the modules that import them.  The assembly does without them.
 OPTIONAL = {
-    "checks": {"assembly", "cli.doctor", "cli.doctor_report"},
+    "checks": {"assembly", "cli.doctor"},
     "fusion": {"assembly"},
     "prefix_disk": {"assembly", "cli.cache"},
 }
 # Modules that import others by a name made at run time.  None of them is in the core: the tests
 # here would not see such an import.
-BY_NAME = {"__init__", "checks.run_check", "cli.main"}
+BY_NAME = {"__init__", "cli.main"}
 IMPORTERS = ("import_module", "__import__", "resolve_name")
 # The plugin's imports of vLLM are not listed here.
 FOR_TYPE_CHECKERS = {
@@ -175,8 +175,7 @@ def test_mlx_has_one_door():
 
 
 def test_who_imports_by_name():
-    """`checks.run_check` imports a check that the registry names; the front doors load late what
-    they need."""
+    """The front doors load late what they need."""
     callers = {
         module
         for module, tree in trees().items()

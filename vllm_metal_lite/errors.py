@@ -80,6 +80,13 @@ def is_our_fault(error: Exception) -> bool:
     return frames[-1].f_globals.get("__name__", "").startswith("vllm_metal_lite.")
 
 
+def our_fault(error: Exception) -> str:
+    """One line about an error of this package's own code: its type, its place and its words."""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    place = f"{frame.f_globals.get('__name__', '?')}, line {line}"
+    return f"a fault of vllm-metal-lite: {type(error).__name__} in {place}: {one_line(error)}"
+
+
 def install(extra: str) -> str:
     """The command that installs an extra of this package, which is not on PyPI."""
     return f'pip install -e ".[{extra}]" (in a clone of the repository)'

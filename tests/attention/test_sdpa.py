@@ -28,7 +28,7 @@ from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 CALL = AttentionCall(0, Scores(1.0))

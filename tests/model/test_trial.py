@@ -182,3 +182,4 @@ def test_a_fault_of_ours_is_logged_with_its_traceback(monkeypatch, caplog):
     assert "execute_calls" in tiny.load("llama").packed.by_segment
     assert "a fault of vllm-metal-lite: llama does not run packed" in caplog.text
     assert "Traceback" in caplog.text
+    caplog.clear()

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.server.kit import OPTIONS
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.model_text import ModelText
 
 SCHEMA = {
     "type": "object",

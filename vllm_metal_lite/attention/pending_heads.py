@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 
 
 @dataclass(frozen=True, slots=True)

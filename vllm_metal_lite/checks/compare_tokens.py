@@ -18,21 +18,23 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# Tokens of each prompt: within a block, over many, in several chunks; the last two begin alike.
+# The tokens of each prompt: within a block, over many blocks, in several chunks.  STARTS says where
+# a prompt begins in the text, so the last two begin alike.
 PROMPTS = (7, 60, 300, 600, 700)
 STARTS = (3, 1, 2, 0, 0)
 NEW_TOKENS = 24
 _CHUNK = 256
 _BLOCK = 16
 
-# Two logits nearer than this are a tie: a share of the standard deviation of the row's logits.  The
-# two best logits of a random row of a large vocabulary are about 0.2 apart, random ones about 4.
+# Two logits are a tie if they are nearer than this share of the standard deviation of the row's
+# logits.  In a random row of a large vocabulary, the two best logits are about 0.2 apart, and a
+# random one is about 4 below the best.
 TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first different token of an answer.
+    """The first token of an answer that differs.
 
     position: its index in the answer.  margin: distance of the two tokens' logits, in standard
     deviations of the row.
@@ -50,7 +52,7 @@ class Difference:
 class Comparison:
     """path, reason: the attention path that "auto" chose, and why.
 
-    tokens: the number compared.  seconds: the time of the answers, by path.
+    tokens: the number of compared tokens.  seconds: path -> the seconds of the answers.
     """
 
     path: str

@@ -15,8 +15,8 @@ NO_ROWS = range(0)
 class FusedKernels:
     """The kernels that fused launches use.
 
-    skinny_rows: the row counts that use `skinny_gemm`.
-    expert_rows: the row counts that use `expert_gemm` and its neighbours.
+    skinny_rows: the row counts whose products use `skinny_gemm`.
+    expert_rows: the row counts whose mixtures use the kernels of experts.
     unused: kernels that failed, or for which the model has no work.
     """
 
@@ -26,7 +26,8 @@ class FusedKernels:
 
 
 class FusionContext(NamedTuple):
-    """step: the step whose forward is being built; None outside a forward."""
+    """step: the step of the forward that is built, or None.  kernels: the kernels of that
+    forward."""
 
     step: DeviceBatch | None = None
     kernels: FusedKernels = FusedKernels()
@@ -38,7 +39,7 @@ fusion_context = _context.get
 
 @contextmanager
 def fusing(step: DeviceBatch | None, kernels: FusedKernels) -> Iterator[None]:
-    """Held while a fused forward is built."""
+    """Set the context while a fused forward is built."""
     before = _context.set(FusionContext(step, kernels))
     try:
         yield

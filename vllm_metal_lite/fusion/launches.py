@@ -55,7 +55,7 @@ class FusedLaunches(FusedKernels, Fusion):
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about products and experts."""
+        """The part of the start-up line that names products and experts by kernels."""
         parts = (
             ("products", self.skinny_rows, "skinny_gemm"),
             ("experts", self.expert_rows, "expert_gemm"),

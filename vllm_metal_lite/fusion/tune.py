@@ -28,7 +28,7 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
-from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.kernels.weight_formats import Weight, shape_of
 from vllm_metal_lite.model.layer_weights import mixtures, product_weights
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
@@ -39,7 +39,8 @@ _ROUNDS = 5
 
 # Steps of few rows
 
-# The kernel gets the row counts from its first win in _FEWEST to its last in _SIZES (bisection).
+# The kernel gets the row counts from its first win in _FEWEST to its last win in _SIZES, which
+# bisection finds.
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
 # At most _ROUNDS chains of _STEPS steps, and fewer of both if a candidate would take longer than
@@ -104,7 +105,8 @@ class _Steps:
     def winning_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
-        what: the name of its work in messages.  weight_types: types of the weights that it reads.
+        what: the name of its work in messages.  weight_types: the types of the weights that it
+        reads.
         """
         # A stage without such weights takes part: its forward is a part of each step.
         counts = sorted(Counter(chain(*self.ranks.gather([*weight_types]))).items())
@@ -122,7 +124,7 @@ class _Steps:
         return range(*map(int, known.split())) if known else NO_ROWS
 
     def _search(self) -> range:
-        """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
+        """The rows from the fewest to the most at which the kernel wins.  It computes eight rows at
         once, so MLX's products may win with fewer.  Bisection, because each of the larger sizes
         compiles instantiations of the kernel."""
 

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import (
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, experts_problem
-from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, readable
+from vllm_metal_lite.kernels.weight_formats import QuantisedWeight, Weight, readable
 from vllm_metal_lite.specs import Quantisation
 
 _LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding

@@ -16,7 +16,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, Option, show
-from vllm_metal_lite.kernels.weights import shape_of
+from vllm_metal_lite.kernels.weight_formats import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.context import context_length

@@ -14,8 +14,8 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm, column_gates, delta_gates, time_gates

@@ -21,7 +21,7 @@ RIGHT = Verdict({}, "gather")  # no kernel failed
 
 
 def pretend_gpu(patch: pytest.MonkeyPatch, verdict: Verdict | None = None) -> None:
-    """A machine that seems to have a GPU.  verdict: of the checks, which then are not run."""
+    """A machine that seems to have a GPU.  verdict: replaces the checks."""
     patch.setattr(backend, "is_cpu", lambda: False)
     limit_memory(patch, 1 << 30)
     if verdict is not None:
@@ -72,5 +72,5 @@ def change_device(patch: pytest.MonkeyPatch, **changes) -> None:
 
 
 def pad_to_powers_of_two(patch: pytest.MonkeyPatch) -> None:
-    """Steps are padded as small ones are on a GPU."""
+    """Pad all steps as a GPU pads small steps."""
     change_device(patch, row_grains=((1 << 30, 0),))

@@ -10,7 +10,7 @@ from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaPlan, StepCalls
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 
 # Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.model.seam.kv_segments import rebuild
 from vllm_metal_lite.model.seam.sequences import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch

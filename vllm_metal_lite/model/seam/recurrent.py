@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces

@@ -16,7 +16,8 @@ READABLE = (
     Quantisation(4, 16, "nvfp4"),
 )
 _FLOATS = mx.float16, mx.bfloat16
-# Chunks of 32 weights in one load: of 16 bytes a lane, with 6 bits of 24.
+# Bits of a weight -> the chunks of 32 weights in one load.  A lane loads 16 bytes, or 24 if weights
+# have 6 bits.
 _SPREAD = {16: 1, 8: 2, 6: 4, 4: 4}
 
 
@@ -24,8 +25,8 @@ _SPREAD = {16: 1, 8: 2, 6: 4, 4: 4}
 class QuantisedWeight:
     """A weight (outputs, depth), or (experts, outputs, depth), as `mx.quantize` returns it.
 
-    words: (outputs, depth * bits / 32) uint32.  scales: (outputs, depth / group_size).  biases: as
-    scales, if the mode is "affine".
+    words: (outputs, depth * bits / 32) uint32.  scales: (outputs, depth / group_size).  biases: of
+    the shape of scales if the mode is "affine", else None.
     """
 
     words: mx.array
@@ -40,7 +41,7 @@ class QuantisedWeight:
 
     @property
     def dtype(self) -> mx.Dtype | None:
-        """The type that rows must have; None: any."""
+        """The type that rows must have, or None if rows may have any type."""
         return self.scales.dtype if self.biases is not None else None
 
 
@@ -60,7 +61,7 @@ def shape_of(weight: Weight) -> WeightShape:
 
 
 def spread_of(shape: WeightShape) -> int:
-    """Chunks of 32 weights that a lane loads at once."""
+    """How many chunks of 32 weights one load reads."""
     return _SPREAD[shape.quantisation.bits if shape.quantisation else 16]
 
 
