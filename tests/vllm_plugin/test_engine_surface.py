@@ -23,7 +23,7 @@ from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.vllm_plugin import worker
 from vllm_metal_lite.vllm_plugin.platform import too_long_steps
 from vllm_metal_lite.vllm_plugin.refusals import _OPTIONS
-from vllm_metal_lite.vllm_plugin.text_models import register_text_models
+from vllm_metal_lite.vllm_plugin.register_models import register_text_parts
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
@@ -146,7 +146,7 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
 
 @pytest.mark.skipif(not version("vllm").startswith("0.33"), reason="older ones lack some options")
 def test_every_option_that_is_refused_is_one_of_vllm():
-    """compat.get reads an option that has moved as unset."""
+    """`get` reads an option that has moved as unset."""
     config = EngineArgs(str(kit.folder("llama"))).create_engine_config()
     for path, *_ in _OPTIONS:
         if path != "model_config.enable_return_routed_experts":  # of older versions
@@ -195,7 +195,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
 def test_a_model_that_a_user_has_registered_stays(monkeypatch, own):
     models, name = registry.ModelRegistry.models, next(iter(registry._MULTIMODAL_MODELS))
     monkeypatch.setitem(models, name, own)
-    register_text_models()
+    register_text_parts()
     assert models[name] is own
 
 

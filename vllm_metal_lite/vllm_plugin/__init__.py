@@ -10,6 +10,7 @@ import platform
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from vllm_metal_lite import envs
 
@@ -72,3 +73,14 @@ def version_problem(found: str) -> str | None:
         f"vLLM {found} is outside of the range this plugin was tried with, "
         f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.x: expect errors"
     )
+
+
+def get(root: Any, path: str) -> Any:
+    """An option or a field of vLLM by its dotted path; None if this version of vLLM lacks it.
+
+    So the versions' differences are found by attribute, not by version number.  An option that has
+    moved is read at both places.
+    """
+    for name in path.split("."):
+        root = getattr(root, name, None)
+    return root

@@ -20,7 +20,11 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
-from vllm_metal_lite.vllm_plugin.state_slot_manager import StateSlotSpec, state_slot_spec
+from vllm_metal_lite.vllm_plugin.state_slot_manager import (
+    StateSlotSpec,
+    has_own_pool,
+    state_slot_spec,
+)
 
 _NAME = "layers.{}"
 _STATES = "states.{}"
@@ -84,6 +88,23 @@ class KVLayers:
             layers = tuple(numbers[name] for name in group.layer_names if name in numbers)
             groups.append(KVGroup(layers, num_blocks=kv_cache_config.num_blocks))
         return groups, state_group
+
+    def no_prefix_cache(self, model: LoadedModel, states_mode: str) -> str | None:
+        """Why vLLM cannot cache prefixes of this model, or None.  states_mode: mamba_cache_mode."""
+        packed = model.packed
+        if packed.no_prefix_cache is not None:
+            return packed.no_prefix_cache
+        if packed.by_segment is not None:  # vLLM shares blocks of the same step
+            return "its attention reads the store before all of a step is written"
+        if not model.state_bytes:
+            return None
+        if states_mode != "align":
+            return "vLLM does not know that its layers keep states"
+        if len(set(self.specs)) > 1:
+            return "it has recurrent states and attention layers of several kinds"
+        if not has_own_pool():
+            return "this vLLM has one pool of blocks for K and V and for recurrent states"
+        return None
 
     @cached_property
     def _first_layer(self) -> int:

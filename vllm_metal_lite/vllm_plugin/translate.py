@@ -19,7 +19,7 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.vllm_plugin.compat import get
+from vllm_metal_lite.vllm_plugin import get
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 
