@@ -20,6 +20,10 @@ CALLS = [
 ]
 
 
+def test_each_format_with_calls_is_tested_here():
+    assert WRITERS.keys() == FORMATS.keys() - {"plain", "thinking"}
+
+
 @ALL
 def test_text_thoughts_and_several_calls(name):
     calls = CALLS[:1] + CALLS[3:]

@@ -5,27 +5,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, ToolCall, ToolCallEnd
-from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.reader import (
+    CutShort,
+    Malformed,
+    Reader,
+    Reading,
+    loads,
+    loads_or,
+)
 from vllm_metal_lite.chat_formats.tool import Tool
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class CallWriter:
-    """The calls of an answer.  is_open: a call has begun and not ended.  is_held: see AnswerRules.
+    """The calls of an answer.
+
+    is_open: a call has begun and not ended.  is_held: see ChatParser.
 
     A reader writes the arguments as the text of one JSON object (`arguments`), or one by one (`key`
     and `value`); `names` then has the names so far.
     """
 
     def __init__(
-        self, reader: Reader, tools: Sequence[Tool], emit: Callable[[Event], None]
+        self,
+        reader: Reader,
+        tools: Sequence[Tool],
+        emit: Callable[[Event], None],
+        is_held: bool = False,
     ) -> None:
         self._reader, self._emit = reader, emit
         self._tools = {tool.name: tool for tool in tools}
-        self.is_open = self.is_held = False
+        self.is_open, self.is_held = False, is_held
         self.names: list[str] = []
-        self._parts: list[str] = []  # of the arguments
+        self._parts: list[str] = []  # pieces of the arguments
 
     def knows(self, name: Any) -> bool:
         """Whether the request has a tool of this name."""
@@ -74,11 +87,7 @@ class CallWriter:
         """The call's arguments are complete."""
         if self.names or not self._parts:
             self.arguments("}" if self.names else "{}")
-        try:
-            is_whole = isinstance(loads("".join(self._parts)), dict)
-        except Malformed:
-            is_whole = False
-        self._send(ToolCallEnd(is_whole))
+        self._send(ToolCallEnd(isinstance(loads_or(None, "".join(self._parts)), dict)))
         self.is_open = False
 
     def cut(self) -> None:
@@ -100,15 +109,18 @@ class CallWriter:
         """
         try:
             yield from reading
-        except (Malformed, RecursionError) as e:  # values may be nested too deeply
-            if isinstance(e, CutShort) or not self.is_open:
+            return
+        except CutShort:
+            raise
+        except (Malformed, RecursionError):  # values may be nested too deeply
+            if not self.is_open:
                 raise
-            taken = self._reader.recorded or ""
-            self.arguments(taken.lstrip())
-            space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
-            if ends and not any(end in space for end in ends):
-                yield from self._reader.pass_until(ends, self.arguments)
-            self.cut()
+        taken = self._reader.recorded or ""
+        self.arguments(taken.lstrip())
+        space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
+        if ends and not any(end in space for end in ends):
+            yield from self._reader.pass_until(ends, self.arguments)
+        self.cut()
 
     def section(
         self, read: Callable[[], Reading[None]], start: str, call_end: str, end: str

@@ -12,9 +12,8 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 
-from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
 from vllm_metal_lite.chat_formats.calls import json_arguments
-from vllm_metal_lite.chat_formats.chat_format import AnswerRules, ChatFormat, Thoughts
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
 from vllm_metal_lite.chat_formats.grammars import (
     SpecialTokens,
     named_by,
@@ -23,7 +22,8 @@ from vllm_metal_lite.chat_formats.grammars import (
     texts,
 )
 from vllm_metal_lite.chat_formats.history import one_call_each, text_as_thoughts
-from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
+from vllm_metal_lite.chat_formats.parser import ChatParser
+from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reading
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -35,32 +35,31 @@ _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
-def _read(
-    reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, rules: AnswerRules
-) -> Reading[None]:
+def _read(answer: ChatParser) -> Reading[None]:
+    reader = answer.reader
     begun: str | None = None
     with suppress(CutShort):
         if (yield from reader.begins(_TO)):  # the answer continues the header of the prompt
             begun = _TO
     while True:
         if begun is None or begun in _ENDS:  # text without a header is for the user
-            begun = yield from reader.pass_until([_START, _CHANNEL, *_ENDS], writer.text)
+            begun = yield from reader.pass_until([_START, _CHANNEL, *_ENDS], answer.text)
         if begun is None:
             return
         if begun not in _ENDS:
             header = [begun]
             begun = yield from reader.pass_until([_MESSAGE, _START, *_ENDS], header.append)
             if begun == _MESSAGE:  # a header without a message says nothing
-                begun = yield from _body(reader, writer, "".join(header))
+                begun = yield from _body(answer, "".join(header))
 
 
-def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | None]:
+def _body(answer: ChatParser, header: str) -> Reading[str | None]:
     """The text of a message; reads and returns the marker after it."""
+    reader, calls = answer.reader, answer.calls
     channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
     ends = [*_ENDS, _START, _CHANNEL]
-    if recipient is not None and writer.calls.knows(recipient[1]):
-        writer.text.at_marker()
-        calls = writer.calls
+    if recipient is not None and calls.knows(recipient[1]):
+        answer.text.at_marker()
         calls.begin(recipient[1])
         try:  # a marker within a string is text
             yield from json_arguments(reader, calls.arguments, *_ENDS)
@@ -77,10 +76,10 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
         calls.end()
         return found
     is_thought = recipient is None and channel is not None and channel[1] not in _USER_CHANNELS
-    out = writer.reasoning if is_thought else writer.text
+    out = answer.reasoning if is_thought else answer.text
     out.at_marker()
     end = yield from reader.pass_until(ends, out)
-    writer.text.at_marker()
+    answer.text.at_marker()
     return end
 
 
@@ -111,6 +110,7 @@ def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, 
 
 HARMONY = ChatFormat(
     "harmony",
+    (_CHANNEL, _MESSAGE, "analysis"),
     # Calls are in `commentary`, or name a recipient.
     (f"{_CHANNEL}commentary", f"{_CHANNEL}analysis to", f"{_START}assistant to"),
     (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),

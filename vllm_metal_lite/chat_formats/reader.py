@@ -228,6 +228,14 @@ def loads(text: str) -> object:
     return value
 
 
+def loads_or(default: object, text: str) -> object:
+    """As `loads`, but a text that is no JSON value gives `default`."""
+    try:
+        return loads(text)
+    except Malformed:
+        return default
+
+
 @lru_cache(256)
 def _search(markers: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
     """Finds the first marker (its group is "marker"), or the beginning of one at the text's end.

@@ -6,7 +6,7 @@ This module imports neither torch, vLLM nor MLX.
 
 import logging
 import os
-import platform
+import platform as host  # `platform` is a module of this package, once it is imported
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -54,7 +54,7 @@ def wanted() -> bool:
     """
     if envs.device() in ("cpu", "cuda"):
         return True
-    return sys.platform == "darwin" and platform.machine() == "arm64"
+    return sys.platform == "darwin" and host.machine() == "arm64"
 
 
 def log_through_vllm() -> None:
