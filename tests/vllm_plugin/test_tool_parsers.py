@@ -25,10 +25,9 @@ CALLS = {
     "empty": [("now", {})],
     "two": [("read", {"path": "123"}), ("run", {"cmd": "false", "scale": 0.5})],
 }
-# By our names; those without are vLLM's too.
+# Other names of our formats there.
 VLLM = {"mistral_list": "mistral", "tool_calls_json": "jamba"}
-# Other interfaces or forms; functiongemma leaves out values that are no strings.
-NOT_VLLM = {"harmony", "nemotron_json", "cohere", "function_gemma", "longcat2", "hunyuan"}
+REGISTERED = ToolParserManager.list_registered()
 SGLANG = {
     "hermes": ("qwen25_detector", "Qwen25Detector"),
     "qwen3_coder": ("qwen3_coder_detector", "Qwen3CoderDetector"),
@@ -71,7 +70,7 @@ def check(engine: str, name: str, case: str, found: list) -> None:
 
 
 @CASES
-@pytest.mark.parametrize("name", [name for name in WRITERS if name not in NOT_VLLM])
+@pytest.mark.parametrize("name", [name for name in WRITERS if VLLM.get(name, name) in REGISTERED])
 def test_as_vllm(name, case):
     text = WRITERS[name](CALLS[case])
     request = ChatCompletionRequest(
