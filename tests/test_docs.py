@@ -15,6 +15,7 @@ import yaml
 
 import vllm_metal_lite
 from vllm_metal_lite import __version__
+from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli.commands import make_parser
 from vllm_metal_lite.cli.options import UsageError
 
@@ -222,6 +223,27 @@ def test_the_files_and_links_of_a_page_exist(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_each_table_of_the_benchmarks_names_its_receipt():
+    """The text after it links to a log or a record of the day, or says that none was kept."""
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(receipts/([^)]+)\)", text))
+    assert linked == {file.name for file in (ROOT / "docs/receipts").iterdir()}
+    blocks = re.split(r"^(?:## .*|(?:\|.*\n)+)", text, flags=re.MULTILINE)
+    tables = re.findall(r"^(## .*|(?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert len(tables) == len(blocks) - 1
+    for table, after in zip(tables, blocks[1:], strict=True):
+        if table.startswith("|"):
+            assert "](receipts/" in after or "**No log kept" in after, table
+            assert re.search(r"20\d\d-\d\d-\d\d", after), table
+            assert re.search(r"\b[0-9a-f]{7,8}\b", after), table
+
+
+def test_the_page_of_tools_lists_each_format():
+    text = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    assert sorted(name for row in rows for name in _SPAN.findall(row)) == sorted(FORMATS)
 
 
 def test_the_project_is_described_in_one_way():
