@@ -48,10 +48,10 @@ SGLANG = {
 # (SGLang's glm45).
 LOSSY = {("vllm", "gemma4", "nested"), ("sglang", "glm45", "two")}
 _MARKS = re.compile(r"<[^<>\s=\"']*>|<\|\"\|>|\[[A-Z_]+\]|｜DSML｜")
-_ALWAYS = {
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel>", "<channel|>", "<|turn>",
-    "<turn|>", "<|tool_response>", "<tool_response|>", '<|"|>',
-}  # fmt: skip
+_ALWAYS = (
+    "<think> </think> <tool_call> </tool_call> <|channel> <channel|> <|turn> <turn|> "
+    '<|tool_response> <tool_response|> <|"|>'
+)
 CASES = pytest.mark.parametrize("case", CALLS)
 
 
@@ -79,7 +79,7 @@ def test_as_vllm(name, case):
         tools=[tool.for_template() for tool in TOOLS],
     )
     # vLLM's parsers look markers up.
-    tokenizer = tokenizer_of(_ALWAYS | set(_MARKS.findall(text)), special=False)
+    tokenizer = tokenizer_of({*_ALWAYS.split()} | set(_MARKS.findall(text)), special=False)
     parser = ToolParserManager.get_tool_parser(VLLM.get(name, name))
     found = parser(tokenizer, request.tools).extract_tool_calls(text, request).tool_calls
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in found]
