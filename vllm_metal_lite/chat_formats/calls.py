@@ -45,13 +45,13 @@ class CallWriter:
         return isinstance(name, str) and name in self._tools
 
     def name(self, *ends: str) -> Reading[tuple[str, str]]:
-        """`Reader.name` of a tool of the request."""
+        """Read the name of a tool of the request, as `Reader.name` does."""
         return self._reader.name(
             *ends, begins=lambda text: any(name.startswith(text) for name in self._tools)
         )
 
     def begin(self, name: Any) -> Tool:
-        """A call's name is read.  Raises Malformed for a tool that the request does not have."""
+        """Begin a call of a tool.  Raises Malformed if the request does not have the tool."""
         if not self.knows(name):
             raise Malformed
         self._send(ToolCall(name))
@@ -59,39 +59,39 @@ class CallWriter:
         return self._tools[name]
 
     def arguments(self, text: str) -> None:
-        """The next piece of the JSON of the arguments."""
+        """Write the next piece of the arguments' JSON."""
         self._reader.recorded = ""
         if text:
             self._parts.append(text)
             self._send(Arguments(text))
 
     def key(self, name: str) -> None:
-        """The name of the next argument; its value follows.  Raises Malformed for a second one."""
+        """Write the name of the next argument.  Raises Malformed if the call has it already."""
         if name in self.names:
             raise Malformed
         self.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
         self.names.append(name)
 
     def value(self, value: Any) -> None:
-        """A whole value."""
+        """Write a whole value."""
         self.arguments(_encode(value))
 
     def quote(self) -> None:
-        """A string begins or ends."""
+        """Write the quote that begins or ends a string."""
         self.arguments('"')
 
     def string_piece(self, text: str) -> None:
         self.arguments(_encode(text)[1:-1])
 
     def end(self) -> None:
-        """The call's arguments are complete."""
+        """End the call, whose arguments are complete."""
         if self.names or not self._parts:
             self.arguments("}" if self.names else "{}")
         self._send(ToolCallEnd(isinstance(loads_or(None, "".join(self._parts)), dict)))
         self.is_open = False
 
     def cut(self) -> None:
-        """The text ended, or went wrong, within the call."""
+        """End the call, within which the text ended or went wrong."""
         if not self._parts:
             self.arguments("{")  # clients read an empty text as an empty object
         self._send(ToolCallEnd(False))
@@ -139,7 +139,7 @@ class CallWriter:
 
 
 def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Reading[None]:
-    """Calls as a JSON list of objects, each as `json_call` reads it."""
+    """Read calls from a JSON list of objects, each as `json_call` does."""
     yield from reader.expect("[")
     while (yield from json_call(reader, calls, name_key, end="]", between=",")):
         pass
@@ -149,7 +149,7 @@ def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Read
 def json_call(
     reader: Reader, calls: CallWriter, name_key: str = "name", end: str = "", between: str = ""
 ) -> Reading[bool]:
-    """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
+    """Read a call from a JSON object with a name and arguments in any order, among other keys.
 
     Reads `between` and returns True if another call follows.  end: the text after the object.  The
     object's last bracket may be missing or doubled.  Raises Malformed, CutShort.

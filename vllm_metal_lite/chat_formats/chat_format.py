@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
+from vllm_metal_lite.chat_formats.events import Trimmed
 from vllm_metal_lite.chat_formats.grammars import CallGrammar
 from vllm_metal_lite.chat_formats.history import Adapt
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
-if TYPE_CHECKING:
-    from vllm_metal_lite.chat_formats.parser import ChatParser
+# Reads the whole answer: passes texts to the two writers, of text and of thoughts.
+ReadAnswer = Callable[[Reader, CallWriter, Trimmed, Trimmed], Reading[None]]
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class ChatFormat:
     read_calls: reads calls after a marker, which is `reader.recorded`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
     or in mode "auto" any calls and a text, which may be held to a term (the last argument).
-    thoughts: None: the format has none.
+    thoughts: None if the format has none.
     bare_start: an answer that begins with this character may be a call without a marker.
     adapt: changes earlier messages to the form that the model's templates take.
-    read_answer: reads the whole answer, in formats that are not text with markers.
+    read_answer: only for a format that is not text with markers.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ChatFormat:
     thoughts: Thoughts | None = THINK
     bare_start: str = ""
     adapt: Adapt | None = None
-    read_answer: "Callable[[ChatParser], Reading[None]] | None" = None
+    read_answer: ReadAnswer | None = None
 
     @property
     def has_calls(self) -> bool:

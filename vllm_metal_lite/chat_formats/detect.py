@@ -20,7 +20,7 @@ from vllm_metal_lite.chat_formats.history import Adapt
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import Tool
 
-# A conversation as text, of (messages, tools, add_generation_prompt).  Raises anything.
+# Renders (messages, tools, add_generation_prompt) to text; may raise anything.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 
 PLAIN = ChatFormat("plain", thoughts=None)

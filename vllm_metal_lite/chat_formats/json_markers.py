@@ -13,7 +13,7 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str, name_key: str) -> Reading[None]:
-    """A list of calls, or one."""
+    """Read a list of calls, or one call."""
     if (yield from reader.peek()) == "[":
         yield from json_list(reader, calls, name_key)
     else:
@@ -70,11 +70,11 @@ def _lists(name: str, start: str, end: str, *signs: str) -> ChatFormat:
 
 HERMES = _objects("hermes", "")
 LONGCAT = _objects("longcat", "longcat_", '"arguments"')
-# Apriel, Jamba, MiniMax M1.
+# Written by Apriel, Jamba and MiniMax M1.
 TOOL_CALLS = _lists("tool_calls_json", "<tool_calls>", "</tool_calls>", "</tool_calls>")
 GRANITE_3 = _lists("granite", "<|tool_call|>", "", "JSON list")
 NEMOTRON = _lists("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
-# Command R7B and A.
+# Written by Command R7B and Command A.
 COHERE = _format(
     "cohere",
     ("<|START_ACTION|>", "tool_name"),
@@ -97,7 +97,7 @@ def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
 
 
 _TAG, _NAME, _VALUES = "<|python_tag|>", '{"name": ', ', "parameters": '
-# Llama 3.1 to 3.3.
+# Written by Llama 3.1 to 3.3.
 LLAMA_3 = ChatFormat(
     "llama3_json",
     ('"parameters": ', "<|start_header_id|>", "ipython"),

@@ -24,8 +24,10 @@ def _format(
     adapt: Adapt | None = None,
     **grammar: str,
 ) -> ChatFormat:
-    """section, call: the first and the last marker of each.  separator: after the name.  head,
-    tail, and the names in `grammar`: see `json_calls`."""
+    """section, call: the first and the last marker of each.  separator: the mark after the name.
+
+    head, tail, and the names in `grammar`: see `json_calls`.
+    """
     start, end = section
     first, last = call
 

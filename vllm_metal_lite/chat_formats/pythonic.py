@@ -20,7 +20,7 @@ from vllm_metal_lite.chat_formats.typed import CONSTANTS, python_value
 
 # A parameter's name need not be Python's: `-A`, `a.b`, `class`, `two words`.
 _KEY = re.compile(r"""[^\n()\[\]{}'"]+""")
-_NAMES = r"""(?!\s)[^\n()\[\]{}'",=]+(?<!\s)"""  # those that end at the first `=`
+_NAMES = r"""(?!\s)[^\n()\[\]{}'",=]+(?<!\s)"""  # names that end at the first `=`
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
@@ -53,7 +53,7 @@ def _arguments(reader: Reader, end: str) -> Reading[list[str]]:
     Raises Malformed before `end`, and CutShort.
     """
     arguments: list[str] = []
-    parts: list[str] = []  # of the argument that has begun
+    parts: list[str] = []  # pieces of the argument that has begun
     depth = 1
     while depth:
         mark = yield from reader.before([*"\"'()[]{},", end], parts.append)

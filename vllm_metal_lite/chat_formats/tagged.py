@@ -36,8 +36,8 @@ def _format(
     **grammar: str,
 ) -> ChatFormat:
     """call: the text before a call's name, and the last tag of the call.  end: the tag after all
-    calls.  newlines: see `Tags`.  raw: around a value that has special characters.  grammar: see
-    `parameter_calls`."""
+    calls.  newlines: see `Tags`.  raw: the marks around a value with special characters.
+    grammar: see `parameter_calls`."""
     begin, call_end = call
     before_name, _, after_name = grammar["parameter"].partition("{}")
     tags = Tags(
@@ -70,7 +70,7 @@ def _format(
 
 
 def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
-    """The name up to ">", and whether the value is a string, if that is said."""
+    """Read the name up to ">", and whether the value is a string, if the tag says so."""
     text, _ = yield from reader.name(">")
     if (found := _NAME.match(text)) is None:
         raise Malformed

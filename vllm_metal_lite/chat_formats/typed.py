@@ -50,9 +50,9 @@ def read_typed(
     tags: Tags,
     is_string: bool | None = None,
 ) -> Reading[None]:
-    """The argument `name`, up to its end, which is read.  Strings are passed on as they come.
+    """Read the argument `name` and its end.  Strings are passed on as they come.
 
-    is_string: None: by the tool's schema.  Raises Malformed, CutShort.
+    is_string: None if the tool's schema decides.  Raises Malformed, CutShort.
     """
     calls.key(name)
     types = tool.types.get(name, {"string"})
@@ -94,7 +94,7 @@ def _value(
     *,
     is_held: bool,
 ) -> Reading[tuple[str, bool]]:
-    """The text of a value, and whether its end was written.
+    """Read the text of a value; also returns whether its end was written.
 
     If the end is forgotten, the value ends at the tag of a further argument (`others`), or at the
     end of the call if the value is JSON or a tag of `outer` follows.  is_held: the value ends at

@@ -36,7 +36,7 @@ _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 class KVLayers:
     """This rank's layers that keep K and V.  Sleep frees the model, so no model is kept here.
 
-    specs: those that vLLM counts; one token counter if no layer keeps K and V.
+    specs: the specs of the layers that vLLM counts; one token counter if no layer keeps K and V.
     """
 
     def __init__(self, model: LoadedModel, ranks: RankGroup) -> None:
@@ -69,7 +69,7 @@ class KVLayers:
     def groups(
         self, kv_cache_config: KVCacheConfig, block_size: int
     ) -> tuple[list[KVGroup], int | None]:
-        """(Groups of K and V, the number of vLLM's group of states or None), as vLLM made them.
+        """Return (the groups of K and V that vLLM made, the index of its group of states or None).
 
         Raises ConfigError if a group has blocks of another size than block_size.
         """

@@ -30,7 +30,7 @@ from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 
 def _fatal(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; its errors end this process, so that no other rank waits for it."""
+    """Wrap a method so that its errors end this process, for which other ranks would wait."""
 
     @wraps(method)
     def call(self: "RankWorker", *args: Any, **kwargs: Any) -> Any:

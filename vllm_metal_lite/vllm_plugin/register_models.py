@@ -60,7 +60,7 @@ class MLXQuantization(QuantizationConfig):
 
 
 class TextPart(nn.Module, SupportsPP):
-    """Stands for the text part of a multimodal model; vLLM only inspects the class.
+    """Represents the text part of a multimodal model; vLLM only inspects the class.
 
     The signatures tell vLLM that the model generates text.  mlx-lm runs the model.
     """

@@ -117,7 +117,7 @@ class MetalLiteWorker(WorkerBase):
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes for K and V."""
+        """The number of bytes for K and V."""
         return self._memory.kv_bytes
 
     @cached_property
@@ -172,7 +172,7 @@ class MetalLiteWorker(WorkerBase):
 
     @property
     def _pooling(self) -> str | None:
-        """How embeddings are made, "last" or "mean"; None: the engine generates."""
+        """How embeddings are made, "last" or "mean"; None if the engine generates."""
         config = self.model_config.pooler_config
         return None if config is None else str(config.seq_pooling_type).lower()
 
