@@ -283,8 +283,25 @@ def test_every_sampling_parameter_is_named():
     assert set(re.findall(r"(\w+)`", text)) == flags_of(SamplingParams).keys()
 
 
-def test_every_chat_format_has_its_row():
-    assert first_cells("tools.md", "| format |", r"`(\w+)`") == set(FORMATS)
+def test_each_table_of_the_benchmarks_names_its_receipt():
+    """The text after it links to a log or a record of the day, or says that none was kept."""
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(receipts/([^)]+)\)", text))
+    assert linked == {file.name for file in (ROOT / "docs/receipts").iterdir()}
+    blocks = re.split(r"^(?:## .*|(?:\|.*\n)+)", text, flags=re.MULTILINE)
+    tables = re.findall(r"^(## .*|(?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert len(tables) == len(blocks) - 1
+    for table, after in zip(tables, blocks[1:], strict=True):
+        if table.startswith("|"):
+            assert "](receipts/" in after or "**No log kept" in after, table
+            assert re.search(r"20\d\d-\d\d-\d\d", after), table
+            assert re.search(r"\b[0-9a-f]{7,8}\b", after), table
+
+
+def test_the_page_of_tools_lists_each_format():
+    text = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    assert sorted(name for row in rows for name in _SPAN.findall(row)) == sorted(FORMATS)
 
 
 def test_the_project_is_described_in_one_way():

@@ -66,6 +66,15 @@ def test_platforms_on_which_the_plugin_is_active(monkeypatch, device, system, ma
     assert vllm_plugin.wanted() == expected
 
 
+def test_the_plugin_s_module_platform_does_not_hide_python_s(monkeypatch):
+    """vLLM imports `vllm_plugin.platform`, and calls `register` again after that."""
+    monkeypatch.delenv("METAL_LITE_DEVICE", raising=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(vllm_plugin, "platform", vllm_plugin, raising=False)
+    assert vllm_plugin.wanted()
+
+
 def test_an_active_plugin_names_its_platform_and_respects_what_is_set(monkeypatch, installed):
     monkeypatch.setenv("METAL_LITE_DEVICE", "cpu")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

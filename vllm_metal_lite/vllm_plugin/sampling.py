@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.vllm_plugin.compat import get
+from vllm_metal_lite.vllm_plugin import get
 
 # Fields of vLLM that change sampling or reporting, and that our sampler lacks.
 _UNSUPPORTED = (
