@@ -1,13 +1,11 @@
 """What the package does to MLX before its first import."""
 
-import platform
 import sys
 from unittest.mock import Mock
 
 import pytest
 
 from vllm_metal_lite import backend, envs
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError
 
 NAME = "MLX_MAX_MB_PER_BUFFER"
@@ -21,12 +19,13 @@ def unset(monkeypatch):
 
 @pytest.fixture
 def mac(monkeypatch):
-    """A Mac with this number of GiB of memory."""
-    monkeypatch.setattr(sys, "platform", "darwin")
+    """A Mac with this number of GiB of memory; None: the system does not tell."""
 
-    def with_memory(gib: float) -> None:
-        pages = {"SC_PAGE_SIZE": 1 << 14, "SC_PHYS_PAGES": int(gib * 2**16)}
-        monkeypatch.setattr(backend.os, "sysconf", pages.__getitem__)
+    def with_memory(gib: float | None, system: str = "darwin") -> None:
+        unknown = Mock(side_effect=ValueError("unrecognized configuration name"))
+        pages = {"SC_PAGE_SIZE": 1 << 14, "SC_PHYS_PAGES": int((gib or 0) * 2**16)}
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.setattr(backend.os, "sysconf", pages.__getitem__ if gib else unknown)
 
     return with_memory
 
@@ -45,17 +44,9 @@ def test_a_user_s_limit_stays(mac, monkeypatch):
     assert backend.os.environ[NAME] == "40"
 
 
-def test_nothing_is_set_elsewhere(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "linux")
-    backend._widen_command_buffers()
-    assert NAME not in backend.os.environ
-
-
-def test_memory_of_unknown_size(mac, monkeypatch):
-    mac(64)
-
-    unknown = Mock(side_effect=ValueError("unrecognized configuration name"))
-    monkeypatch.setattr(backend.os, "sysconf", unknown)
+@pytest.mark.parametrize(("gib", "system"), [(64, "linux"), (None, "darwin")])
+def test_nothing_is_set_elsewhere_or_without_the_size_of_memory(mac, gib, system):
+    mac(gib, system)
     backend._widen_command_buffers()
     assert NAME not in backend.os.environ
 
@@ -86,13 +77,8 @@ def test_another_device_is_an_error_with_what_is_possible(monkeypatch):
         ("", "26.2", False),
     ],
 )
-def test_neural_accelerators_need_the_gpu_and_the_system(
-    monkeypatch, architecture, macos, expected
-):
-    monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
-    monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
-    assert backend.has_neural_accelerators.__wrapped__() is expected
+def test_neural_accelerators_need_the_gpu_and_the_system(architecture, macos, expected):
+    assert backend.neural_accelerators(architecture, macos) is expected
 
 
 def test_other_backends_have_no_neural_accelerators():

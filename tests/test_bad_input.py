@@ -13,7 +13,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.refusal import Broken, refusal
 from tests.support.server.cli_kit import model_folder
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.cli.batch import BadLine, parse_line, result_line
+from vllm_metal_lite.cli.batch import id_of, job_of, read_line, result_line
 from vllm_metal_lite.cli.files import OrderedWriter
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine import intake
@@ -25,6 +25,8 @@ from vllm_metal_lite.structured_params import StructuredOutputsParams, ThinkingP
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 NAN, INF = float("nan"), float("inf")
+FORM = "must be a StructuredOutputsParams or a dict (JSON object)"
+STRINGS = "must be a list of non-empty strings"
 
 
 # The same words everywhere
@@ -67,21 +69,19 @@ def test_an_option_is_refused_in_python_as_on_the_command_line(field, value, wor
         ("frequency_penalty", "--frequency-penalty", 3, "must be a number from -2 to 2, got 3"),
         ("max_tokens", "--max-tokens", "", "must be an integer of at least 1, got ''"),
         ("seed", "--sample-seed", 1.5, "must be an integer of 64 bits, got 1.5"),
-        ("structured_outputs", None, "yes",
-         "must be a StructuredOutputsParams or a dict (JSON object) of its fields, got 'yes'"),
+        ("structured_outputs", None, "yes", f"{FORM} of its fields, got 'yes'"),
         ("stop", None, 0, "must be a non-empty string of valid Unicode, or a list of them, got 0"),
         ("ignore_eos", None, "no", "must be true or false, got 'no'"),
         ("logit_bias", None, [], "must be a dict of token ids to finite numbers, got []"),
-        ("bad_words", None, ["\ud800"],
-         r"must be a list of non-empty strings of valid Unicode, got ['\ud800']"),
+        ("bad_words", None, ["\ud800"], rf"{STRINGS} of valid Unicode, got ['\ud800']"),
     ],
-)  # fmt: skip
+)
 def test_a_parameter_is_refused_in_python_as_in_a_line_and_as_a_flag(
     field, flag, value, words, capsys
 ):
     assert refusal(SamplingParams, **{field: value}) == f"{field} {words}"
-    line = json.dumps({"prompt": "x", field: value}).encode()
-    assert refusal(parse_line, line, 1, {}) == f"{field} {words}"
+    line = read_line(json.dumps({"prompt": "x", field: value}).encode())
+    assert refusal(job_of, line, 1, {}) == f"{field} {words}"
     if flag is not None:
         assert main(["chat", flag, str(value)]) == 2
         assert capsys.readouterr().err == f"error: {flag} {words}\n"
@@ -176,8 +176,8 @@ def test_a_request_that_cannot_be_added_leaves_nothing(llm, monkeypatch):
     assert tiny.counts(llm.engine) == before
 
 
-NO_MODELS = [None, 5, b"demo", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "x" * 300 + "/y", "a\0b",
-             "\ud800", "a\nb", Path("x" * 5000), ["demo"]]  # fmt: skip
+NO_MODELS = [None, 5, b"demo", ["demo"], "~nosuchuser/x", "a\0b", "\ud800", "a\nb"]
+NO_MODELS += ["x" * 5000, "a/" * 3000, "x" * 300 + "/y", Path("x" * 5000)]
 
 
 @pytest.mark.parametrize("name", NO_MODELS, ids=lambda name: ascii(name)[:20])
@@ -202,13 +202,12 @@ def test_what_cannot_be_the_name_of_a_file(name, capsys):
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "true", "[1]", '"\\ud800"'])
 def test_an_id_that_cannot_come_back_is_refused(value):
-    with pytest.raises(BadLine, match=r"^id must be a string .* or a finite number, got") as error:
-        parse_line(f'{{"prompt": "x", "id": {value}}}'.encode(), 7, {})
-    assert error.value.id == 7
+    message = refusal(id_of, read_line(f'{{"id": {value}}}'.encode())["id"], 7)
+    assert message.startswith("id must be a string of valid Unicode or a finite number, got")
 
 
 def test_log_probabilities_of_nothing_are_null():
-    job = parse_line(b'{"prompt": "x"}', 1, {})
+    job = job_of({"prompt": "x"}, 1, {})
     out = CompletionOutput(0, "", [5], -INF, [{5: Logprob(-INF), 6: Logprob(-0.5)}], "length")
     result = result_line(job, RequestOutput("1", "x", [1], [out]))
     assert (result["cumulative_logprob"], result["logprobs"]) == (None, [{"5": None, "6": -0.5}])

@@ -14,9 +14,14 @@ import pytest
 import yaml
 
 import vllm_metal_lite
-from vllm_metal_lite import __version__
+from vllm_metal_lite import __version__, envs
+from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli.commands import make_parser
-from vllm_metal_lite.cli.options import UsageError
+from vllm_metal_lite.cli.options import UsageError, flag
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.rules import flags_of, rules_of
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.params import SamplingFields, ScheduledBody
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "metal/host/README.md"))
@@ -64,7 +69,7 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def commands_in(line: str) -> Iterator[list[str]]:
-    """The words of each command of a line; none for a line that is no shell."""
+    """The words of each command of a line; none if the line is prose."""
     line = re.sub(r"\$\{\{.*?\}\}|\$\(.*?\)", "X", line).replace("2>", ">")
     words = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     words.whitespace_split = True
@@ -103,7 +108,7 @@ def workflow_commands(file: Path) -> set[str]:
 
 
 def check(words: list[str]) -> None:
-    """Fail if a command of this project names what does not exist, or a flag that is unknown."""
+    """Fail if a command of this project names a file, a tool or a flag that does not exist."""
     words = [word.strip("[]") for word in words if word != "..."]
     if words and words[0] == ".ci/reported":
         words = words[2:]
@@ -192,7 +197,7 @@ def test_a_wrong_command_is_noticed(words):
 
 
 def test_commands_are_found():
-    """In each form that a page may have, so that a change of a page's form does not hide them."""
+    """Pages write commands in several ways; a page that changes its way must not hide them."""
     found = {line for page in PAGES for line in page_commands(page)}
     assert len(found) > 80
     for line in (
@@ -222,6 +227,81 @@ def test_the_files_and_links_of_a_page_exist(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+# Lists of the documents, and the code's
+
+
+def between(page: str, start: str, end: str) -> str:
+    """The text of a page of docs/ from `start` to the next `end`."""
+    _, found, after = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(start)
+    assert found, f"{page} has no {start!r}"
+    return after.partition(end)[0]
+
+
+def first_cells(page: str, start: str, pattern: str) -> set[str]:
+    """The matches in the first cells of the table after `start`."""
+    table = between(page, start, "|\n\n")
+    rows = re.findall(r"^\|(.*?)\|", table, re.MULTILINE)
+    return {found for row in rows for found in re.findall(pattern, row)}
+
+
+def test_every_option_of_the_engine_has_its_flag_and_its_row():
+    options = set(rules_of(EngineConfig))
+    assert first_cells("configuration.md", "## Engine options", r"`(\w+)`") == options
+    for command in ("chat", "serve"):
+        assert options <= vars(make_parser().parse_args([command])).keys()
+
+
+def test_a_sampling_parameter_has_a_flag_or_is_named_here():
+    without = {"n", "logprobs", "prompt_logprobs", "thinking", "logit_bias", "allowed_token_ids"}
+    without |= {"bad_words", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"}
+    without |= {"include_stop_str_in_output"}
+    flags = vars(make_parser().parse_args(["generate", "-"])).keys() - {"seed"}
+    names = {field.replace("sample_seed", "seed") for field in flags}
+    assert rules_of(SamplingParams).keys() - names == without
+
+
+def test_every_flag_of_serve_has_its_row():
+    own = vars(make_parser().parse_args(["serve"])).keys() - rules_of(EngineConfig).keys()
+    flags = {flag(field) for field in own - {"command", "model"}}
+    assert first_cells("configuration.md", "## Server options", r"--[a-z][a-z-]+") == flags
+
+
+def test_every_environment_variable_has_its_row():
+    source = Path(envs.__file__).read_text(encoding="utf-8")
+    read = set(re.findall(r'environ.get\("(\w+)"', source))
+    names = first_cells("configuration.md", "## Environment variables", r"`(\w+)(?:=\w+)?`")
+    assert names == read
+
+
+def test_every_sampling_parameter_is_named():
+    text = between("server.md", "**Sampling.**", ".  If a")
+    fields = SamplingFields.model_fields.keys() - ScheduledBody.model_fields.keys() - {"stream"}
+    assert set(re.findall(r"`(\w+)`", text)) - {"SamplingParams"} == fields
+    text = between("configuration.md", "- Otherwise `", "come from")
+    assert set(re.findall(r"(\w+)`", text)) == flags_of(SamplingParams).keys()
+
+
+def test_each_table_of_the_benchmarks_names_its_receipt():
+    """The text after it links to a log or a record of the day, or says that none was kept."""
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(receipts/([^)]+)\)", text))
+    assert linked == {file.name for file in (ROOT / "docs/receipts").iterdir()}
+    blocks = re.split(r"^(?:## .*|(?:\|.*\n)+)", text, flags=re.MULTILINE)
+    tables = re.findall(r"^(## .*|(?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert len(tables) == len(blocks) - 1
+    for table, after in zip(tables, blocks[1:], strict=True):
+        if table.startswith("|"):
+            assert "](receipts/" in after or "**No log kept" in after, table
+            assert re.search(r"20\d\d-\d\d-\d\d", after), table
+            assert re.search(r"\b[0-9a-f]{7,8}\b", after), table
+
+
+def test_the_page_of_tools_lists_each_format():
+    text = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    assert sorted(name for row in rows for name in _SPAN.findall(row)) == sorted(FORMATS)
 
 
 def test_the_project_is_described_in_one_way():

@@ -1,4 +1,4 @@
-"""The architecture: imports go down, and the rooms on top of the core can be taken away.
+"""The architecture: imports go down, and every import is seen.
 
 Read off the source, so imports inside of functions and for type checkers count too.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = "vllm_metal_lite"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-# From the bottom to the top.  Those of one line do not know each other.
+# From bottom to top.  The modules of one line do not import each other.
 LAYERS = (
     ("errors",),
     ("envs", "rules"),
@@ -31,10 +31,13 @@ LAYERS = (
     ("attention",),
     ("model", "structured_outputs"),
     ("runner",),
+    # Optional rooms, and the door through which they reach the engine and the plugin.
+    ("checks", "fusion", "prefix_disk"),
+    ("assembly",),
+    # On top of the core.
     ("engine",),
-    # Rooms on top of the core.
     ("chat_formats",),
-    ("benchmark", "checks", "fusion", "prefix_disk", "server"),
+    ("benchmark", "server"),
     ("cli", "vllm_plugin"),
     # What the user imports and runs.
     ("__init__", "__main__"),
@@ -42,9 +45,17 @@ LAYERS = (
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 MLX = ("mlx", "mlx_lm", "transformers", "torch", "vllm")
 
-# Modules that import others by a name made at run time.
-BY_NAME = {"__init__", "checks.run_check", "cli.main", "runner.build"}
-# What vLLM itself is imported for, in the plugin, is not listed here.
+# Rooms that may be deleted, and the modules that import them.  The assembly does without them.
+OPTIONAL = {
+    "checks": {"assembly", "cli.doctor"},
+    "fusion": {"assembly"},
+    "prefix_disk": {"assembly", "cli.cache"},
+}
+# Modules that import others by a name made at run time.  None of them is in the core: the tests
+# here would not see such an import.
+BY_NAME = {"__init__", "cli.main"}
+IMPORTERS = ("import_module", "__import__", "resolve_name")
+# The plugin's imports of vLLM are not listed here.
 FOR_TYPE_CHECKERS = {
     "__init__",  # whose names are loaded when they are first used
     "cli.startup",  # which says that it loads a model before it loads MLX
@@ -53,7 +64,7 @@ FOR_TYPE_CHECKERS = {
 
 @dataclass(frozen=True)
 class Import:
-    """target: dotted, below the package; of other packages all of it.  line: for the message."""
+    """target: the dotted name below the package, or the whole name of a module of another one."""
 
     source: str
     target: str
@@ -164,17 +175,23 @@ def test_mlx_has_one_door():
 
 
 def test_who_imports_by_name():
-    """`runner.build` takes the rooms that are there, `checks.run_check` a check that the registry
-    names; the front doors load late what they need."""
+    """The front doors load late what they need."""
     callers = {
         module
         for module, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", None))
-        in ("import_module", "__import__")
+        if getattr(node, "attr", getattr(node, "id", getattr(node, "name", None))) in IMPORTERS
     }
     assert callers == BY_NAME
+
+
+def test_optional_rooms_have_one_door():
+    found: dict[str, set[str]] = {room: set() for room in OPTIONAL}
+    for each in own():
+        room = layer(each.target)
+        if room in found and layer(each.source) != room:
+            found[room].add(each.source)
+    assert found == OPTIONAL
 
 
 def test_imports_for_type_checkers_are_few():

@@ -52,7 +52,7 @@ def recorded(engine: LLMEngine) -> list[ForwardBatch]:
 
 
 def rows(batch: ForwardBatch) -> list[int]:
-    """The rows of each segment."""
+    """The number of rows of each segment."""
     return np.diff(batch.cu_seqlens_q).tolist()
 
 
@@ -182,7 +182,7 @@ def test_rocm_atom_chunked_prefill_looks_nothing_up_after_a_step():
         config = fake_config(4, max_num_seqs=4)
         scheduler = Scheduler(config, [KVGroup(num_blocks=64)], 64)
         for i in range(4 + num_waiting):
-            scheduler.add(Request(str(i), [i, 1, 2], 9, arrival=i))
+            scheduler.add(Request(str(i), [i, 1, 2], 9, (i,)))
         out, count = scheduler.schedule(), [0]
         sys.setprofile(lambda frame, event, _, n=count: n.__setitem__(0, n[0] + 1))
         try:
@@ -261,7 +261,7 @@ def test_lmdeploy_4631_chunk_forwards_alternate_with_decode_forwards():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "granitemoehybrid"])
 def test_lmdeploy_4631_tokens_are_the_same_under_all_policies(name):
-    """Too few blocks, drafts, and prompts beside decodes."""
+    """With too few blocks, with drafts, and with prompts beside decodes."""
     for policy in PREFILL_POLICIES:
         options = {"max_num_batched_tokens": 12, "num_blocks": 9, "speculate": "auto"}
         engine = tiny.engine(name, prefill_policy=policy, **options)
@@ -278,7 +278,7 @@ def test_lmdeploy_4631_a_chunk_that_lacks_blocks_lets_decodes_drain():
     engine.step()
     chunked = engine.add([2] * 15, 1)
     assert shape(engine.step()) == [("r1", 0, 8)]
-    taken = engine.scheduler.kv.pools[0].allocate(3)  # somebody else's: none is left
+    taken = engine.scheduler.kv.pools[0].allocate(3)  # another owner takes the rest
     waiting = engine.add([3], 1)
     steps = [engine.step() for _ in range(2)]
     assert [shape(out) for out in steps] == [[("r0", 6 + i, 1)] for i in range(2)]
@@ -290,7 +290,7 @@ def test_lmdeploy_4631_a_chunk_that_lacks_blocks_lets_decodes_drain():
 
 
 def test_lmdeploy_4631_a_failed_reservation_takes_no_block():
-    """Of no KV group, although one of them has room."""
+    """It takes no block of any KV group, although one of them has room."""
     kv = KVCacheManager([KVGroup(num_blocks=9), KVGroup(window=5, num_blocks=3)], 4, False)
     request = Request("r", list(range(30)), 1)
     kv.admit(request, kv.find_prefix(request))
@@ -336,7 +336,7 @@ SPANS = [(3, 14), (14, 16), (20, 30)]
 
 
 def cuts(batches: list[ForwardBatch], length: int) -> list[tuple[int, int]]:
-    """(start, end) of the chunks of a prompt of this length, which no other has."""
+    """(start, end) of each chunk of the prompt of this length; no other prompt has it."""
     found = []
     for batch in batches:
         for end, count in zip(batch.seq_lens.tolist(), rows(batch), strict=True):
@@ -365,10 +365,9 @@ def test_mminf_81_no_chunk_cuts_a_span(name, policy):
 
 
 def test_mminf_81_spans_pass_the_front_doors(tmp_path):
-    llm = LLM(
-        str(tiny.write_folder(tmp_path / "model")), max_num_batched_tokens=12, block_size=8,
-        num_blocks=64, max_model_len=128, enable_prefix_caching=False,
-    )  # fmt: skip
+    limits = {"max_num_batched_tokens": 12, "block_size": 8, "num_blocks": 64, "max_model_len": 128}
+    folder = str(tiny.write_folder(tmp_path / "model"))
+    llm = LLM(folder, **limits, enable_prefix_caching=False)
     batches = recorded(llm.engine)
     prompt = {"prompt_token_ids": [1 + t % 90 for t in PROMPTS[3]], "spans": SPANS}
     whole = {"prompt": "hello", "spans": [(0, None)]}
@@ -405,7 +404,7 @@ def test_mminf_81_a_span_is_passed_over_while_it_does_not_fit():
     assert order == ["later", "atomic"]
     assert tiny.tokens_of([done["atomic"]]) == alone(3, [PROMPTS[3][:14]])
     assert tiny.tokens_of([done["later"]]) == alone(3)[:1]
-    # Not forever: the decodes still ran when the span had the right of way.
+    # The span did not wait until the decodes were over, and it preempted none of them.
     assert engine.metrics()["preemptions"] == 0
 
 
@@ -422,7 +421,7 @@ def test_mminf_81_a_span_is_passed_over_while_it_does_not_fit():
         ([(None, 5)], r"a span must be \(start, end\), in tokens, got .*None"),
         ("all", r"spans must be a list of \(start, end\), got 'all'"),
     ],
-)  # fmt: skip
+)
 def test_mminf_81_what_can_never_fit_is_refused(spans, message):
     engine = tiny.engine(max_num_batched_tokens=16)
     with pytest.raises(RequestError, match=message) as refusal:

@@ -39,7 +39,7 @@ print(json.dumps(done))
 
 @cache
 def expected() -> list[list[int]]:
-    """By the whole package."""
+    """The tokens that the whole package generates."""
     llm = LLM("demo", attention="reference", **OPTIONS)
     outputs = llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]

@@ -27,11 +27,11 @@ PHRASES = {
     r"a (scheduled|running) request has a row": "seat",
 }
 # Name in the package: the folders and files where it has its meaning, and the word for others.
-_PLANS = "attention kernels recurrence checks fusion/tune engine/scores engine/llm runner"
+_PLANS = "attention kernels recurrence checks fusion/tune engine/scoring engine/llm runner"
 _RANKS = "distributed links model runner fusion kernels vllm_plugin sampling engine server outputs"
-_RANKS += " prefix_disk/namespace"
+_RANKS += " prefix_disk/namespace assembly"
 _GROUPS = "attention batch kv scheduler vllm_plugin distributed model kernels checks cli"
-_GROUPS += " recurrence runner engine/describe prefix_disk"
+_GROUPS += " recurrence runner engine prefix_disk assembly"
 NAMES = {
     r"plans?|\w+_plans?|\w*Plan": (f"{_PLANS} server/openai_api/pooling", "the thing that it is"),
     r"ranks?|_ranks?": (_RANKS, "priority, order"),

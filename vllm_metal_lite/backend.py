@@ -116,18 +116,23 @@ _run_kernels_on_cuda()
 
 @cache
 def has_neural_accelerators() -> bool:
-    """Whether MLX uses the matrix units of Apple's GPUs: on an M5 or later, from macOS 26.2.
+    """Whether MLX uses the matrix units of Apple's GPUs."""
+    return name() == "metal" and neural_accelerators(
+        str(mx.device_info()["architecture"]), platform.mac_ver()[0]
+    )
+
+
+def neural_accelerators(architecture: str, macos: str) -> bool:
+    """Whether MLX uses the matrix units of such a GPU: on an M5 or later, from macOS 26.2.
 
     MLX does not say; this follows its rule (is_nax_available in mlx/backend/metal/device.cpp).
     """
-    if name() != "metal":
-        return False
-    family = re.search(r"(\d\d)([a-z])$", str(mx.device_info()["architecture"]))
-    macos = [int(part) for part in platform.mac_ver()[0].split(".") if part.isdecimal()]
-    if macos[:1] == [16]:  # what a Python built for an older macOS is told
-        macos[0] = 26
+    family = re.search(r"(\d\d)([a-z])$", architecture)
+    system = [int(part) for part in macos.split(".") if part.isdecimal()]
+    if system[:1] == [16]:  # what a Python built for an older macOS is told
+        system[0] = 26
     newest = family is not None and int(family[1]) >= (18 if family[2] == "p" else 17)
-    return newest and macos >= [26, 2]
+    return newest and system >= [26, 2]
 
 
 def describe() -> str:
@@ -156,8 +161,8 @@ def share_device(processes: int) -> None:
 
 
 def memory_limit() -> int:
-    """Bytes available on this device: Metal's recommended working set, or all memory; this
-    process's part if several share the device."""
+    """The bytes that this process may use: Metal's recommended working set, or all memory, divided
+    by the number of processes that share the device."""
     info = {} if is_cpu() else mx.device_info()
     keys = ("max_recommended_working_set_size", "total_memory", "memory_size")  # Metal, CUDA
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,16 +9,20 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import lt
 from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler import Scheduler
 
 # isort: split
 import mlx.nn as nn
@@ -27,7 +31,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, wired_limit
 mx = backend.mx
 
 SETTLED = 8  # tokens of a request before its pace counts
-_FEWEST_STEPS = 4  # that give a pace
+_FEWEST_STEPS = 4  # a pace needs more steps than these
 # The first runs of an engine on a load do not count: a variant of a step with prompts is compiled
 # when it comes a second time.
 WARM_UPS = 2
@@ -46,10 +50,11 @@ def vocabulary(model: LoadedModel) -> np.ndarray:
 
 @dataclass
 class Load:
-    """Prompts that arrive together.  max_tokens: of each.
+    """Prompts that arrive together.
 
-    needed: tokens of each request for which the run waits.
-    prefix_length: tokens that all prompts share, for engines whose API needs the number.
+    max_tokens: the limit of each request's answer.  needed: the run ends when each request has this
+    many tokens.
+    prefix_length: how many tokens all prompts share, for engines whose API needs the number.
     """
 
     prompts: list[list[int]]
@@ -66,7 +71,8 @@ class Load:
 class Run:
     """One load on one engine.  Times are seconds since the run began; entries are by request.
 
-    prompts: with the turns before.  peak_bytes: without the weights, and without other engines.
+    prompts: the prompts with the turns before them.
+    peak_bytes: the peak of the memory, without weights and without other engines.
     """
 
     arrived: list[float]
@@ -91,10 +97,11 @@ MLX_CACHE_LIMIT = min(_cache_limit(), 16 << 30)
 
 
 class ThisEngine:
-    """LLMEngine.  params: fields of SamplingParams, for all requests.
+    """This engine.  Every engine of a benchmark has these names and methods.
 
-    Every engine has these names and methods.  kind: engines of one kind differ by settings alone.
-    resident_bytes: of what it holds between runs, the weights aside.
+    params: fields of SamplingParams for all requests.
+    kind: engines of one kind differ only by settings.
+    resident_bytes: the memory that the engine holds between runs, without weights.
     """
 
     kind, resident_bytes = "ours", 0
@@ -221,6 +228,24 @@ def mlx_lm(model: LoadedModel) -> Callable[[int], MlxLm | MlxLmSingle]:
 
 
 Engine = ThisEngine | MlxLm | MlxLmSingle
+
+
+def tokens_ahead(count: int, context: int, config: EngineConfig, limit: int) -> int:
+    """How many tokens the first of `count` prompts has when the last one gets its first; at most
+    `limit`."""
+    # The window of one token needs few blocks, so that the store does not limit the answer.
+    num_blocks = count * (config.max_num_batched_tokens // config.block_size + 2)
+    config = replace(config, enable_prefix_caching=False)
+    scheduler = Scheduler(config, [KVGroup(window=1, num_blocks=num_blocks)], context + limit + 1)
+    queue = [Request(str(i), range(context), limit + 1) for i in range(count)]
+    for request in queue:
+        scheduler.add(request)
+    # With more requests than tokens of a step, the last ones wait until others end.
+    while queue[-1].num_tokens == context and queue[0].num_tokens < context + limit:
+        step = scheduler.schedule()
+        scheduler.advance(step)
+        scheduler.update(step, [0] * len(step.terminal), {})
+    return queue[0].num_tokens - context
 
 
 def drive(engine: Engine, load: Load, stop: Callable[[], bool] = lambda: False) -> Run:

@@ -4,26 +4,26 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.rules import apply_rules, choice, integer, number, switch
+from vllm_metal_lite.rules import Flag, apply_rules, choice, integer, number, switch
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)
-SPECULATE = ("off", "auto")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
-# Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
-# product, and macOS kills GPU work that runs for seconds while a display is on.  A chunk of 2,048
-# tokens is cut beyond a context of 32k.
+# The largest product of a chunk's tokens and the tokens of context before them.  One step's
+# attention grows with this product, and macOS kills GPU work that runs for seconds while a display
+# is on.  A chunk of 2,048 tokens is cut beyond a context of 32k.
 MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 
-# Seats are rows of host tables, made at start.
+# Seats are rows of host tables that are made at start.
 MAX_NUM_SEQS = 16384
 
-# Most drafts of a request in a step.
+# A request has at most this number of drafts in a step.
 MAX_DRAFT = 31
-# Most rows with logits, unless more requests decode.  A row's logits take a vocabulary of memory.
+# At most this number of rows get logits, unless more requests decode: a row's logits take a
+# vocabulary of memory.
 _MAX_LOGITS_ROWS = 256
 
 
@@ -31,41 +31,73 @@ _MAX_LOGITS_ROWS = 256
 class EngineConfig:
     """Options of the engine; `ConfigError` names the value and the limit if one is out of range.
 
-    num_blocks None: as many as the memory holds (see `runner/memory.py`).
+    The flags say what each option does; docs/configuration.md says more.
+
+    num_blocks None: `runner/memory.py` computes it.
     max_model_len None: the model's own context length, or less if the store cannot hold it.
-    long_prefill_token_threshold: most prompt tokens that one request gets in one step; 0 = no
-    limit of its own.
-    max_step_seconds: how long a step with prompts or drafts may take, where others wait for it: the
-    engine adapts the chunks to the times that it measures; 0: no limit.
+    long_prefill_token_threshold 0: a request has no limit of its own.
+    max_step_seconds: the engine adapts chunks and drafts to the times that it measures.
     memory_fraction None: a safe value for the device (see `devices.py`).
-    state_cache_gib: memory for state checkpoints of models with recurrent layers, beside one state
-    for each of max_num_seqs; None: a share of the memory.
-    prefix_disk_gib: quota of the folder that keeps cached prefixes across restarts; 0: none.
-    dtype "auto": that of the weights on a GPU, float32 (quantised weights expanded) on a CPU.
-    kv_bits: keep K and V in 8 or 4 bits a value (see `kv/row_format.py`); None: as they are.
-    attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
-    speculate "auto": compute several tokens of an answer in one step where it repeats earlier text
-    and that is faster; the tokens stay the same (docs/speculation.md).
+    state_cache_gib: memory beside one state for each of max_num_seqs; None: a share of the memory.
+    prefix_disk_gib 0: no folder keeps prefixes.
+    dtype "auto": the weights' dtype on a GPU; float32 (quantised weights expanded) on a CPU.
+    kv_bits: see `kv/row_format.py`.
+    attention "auto": on a GPU, the kernels of metal/ that agree with the reference there.
+    speculate "auto": where several tokens a step are faster; the tokens stay the same.
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
-    block_size: Annotated[int, choice(*BLOCK_SIZES)] = 16
-    num_blocks: Annotated[int | None, integer(1)] = None
-    max_num_seqs: Annotated[int, integer(1, MAX_NUM_SEQS)] = 64
-    max_num_batched_tokens: Annotated[int, integer(1)] = 2048
-    max_model_len: Annotated[int | None, integer(1)] = None
-    long_prefill_token_threshold: Annotated[int, integer(0)] = 0
-    max_step_seconds: Annotated[float, number(0)] = 0.0
-    prefill_policy: Annotated[str, choice(*PREFILL_POLICIES)] = "mixed"
+    block_size: Annotated[
+        int, choice(*BLOCK_SIZES), Flag("N", "tokens per block of the KV store: {allowed}")
+    ] = 16
+    num_blocks: Annotated[
+        int | None, integer(1), Flag("N", "blocks of the KV store (default: what the memory holds)")
+    ] = None
+    max_num_seqs: Annotated[
+        int, integer(1, MAX_NUM_SEQS), Flag("N", "requests that run at the same time")
+    ] = 64
+    max_num_batched_tokens: Annotated[int, integer(1), Flag("N", "most tokens of one step")] = 2048
+    max_model_len: Annotated[
+        int | None, integer(1), Flag("N", "longest context in tokens (default: the model's own)")
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        int, integer(0), Flag("N", "most prompt tokens of a request in a step; 0: any")
+    ] = 0
+    max_step_seconds: Annotated[
+        float, number(0), Flag("S", "how long a step may take where others wait; 0: any time")
+    ] = 0.0
+    prefill_policy: Annotated[
+        str, choice(*PREFILL_POLICIES), Flag("NAME", "prompts beside decodes: {allowed}")
+    ] = "mixed"
     enable_prefix_caching: Annotated[bool, switch()] = True
-    memory_fraction: Annotated[float | None, number(0, 1, above=True)] = None
-    state_cache_gib: Annotated[float | None, number(0)] = None
-    prefix_disk_gib: Annotated[float, number(0, 1 << 20)] = 0.0
-    dtype: Annotated[str, choice(*DTYPES)] = "auto"
-    kv_bits: Annotated[int | None, choice(*KV_BITS)] = None
-    attention: Annotated[str, choice(*ATTENTION)] = "auto"
-    speculate: Annotated[str, choice(*SPECULATE)] = "auto"
-    seed: Annotated[int, integer(0)] = 0
+    memory_fraction: Annotated[
+        float | None,
+        number(0, 1, above=True),
+        Flag("F", "share of the memory to use (default: a safe value)"),
+    ] = None
+    state_cache_gib: Annotated[
+        float | None,
+        number(0),
+        Flag("N", "GiB for state checkpoints of recurrent layers (default: a share)"),
+    ] = None
+    prefix_disk_gib: Annotated[
+        float, number(0, 1 << 20), Flag("N", "GiB on the disk for prefixes that survive a restart")
+    ] = 0.0
+    dtype: Annotated[str, choice(*DTYPES), Flag("NAME", "{allowed}")] = "auto"
+    kv_bits: Annotated[
+        int | None,
+        choice(*KV_BITS),
+        Flag("N", "keep K and V in {allowed} bits a value (default: as they are)"),
+    ] = None
+    attention: Annotated[
+        str, choice(*ATTENTION), Flag("NAME", "{allowed}; auto: on a GPU, kernels that pass checks")
+    ] = "auto"
+    speculate: Annotated[
+        str,
+        choice("off", "auto"),
+        Flag("NAME", "{allowed}: several tokens a step where text repeats"),
+    ] = "auto"
+    seed: Annotated[int, integer(0), Flag("N", "seed of requests that have none of their own")] = 0
     trust_remote_code: Annotated[bool, switch()] = False
 
     def __post_init__(self) -> None:
@@ -80,5 +112,5 @@ class EngineConfig:
 
     @property
     def max_logits_rows(self) -> int:
-        """The most rows of a step that get logits: sampled ones, and scored ones of prompts."""
+        """The limit of a step's rows with logits: sampled rows, and scored rows of prompts."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + MAX_DRAFT), _MAX_LOGITS_ROWS))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite import backend
 
-_ANY = 1 << 30  # as rows or tokens: no limit
+_ANY = 1 << 30  # no limit of rows or tokens
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ T = TypeVar("T")
 class RankGroup:
     """The ranks of one model, and this process's place among them.
 
-    group: what mlx-lm's sharded layers reduce over (mx.distributed.Group); None: no other ranks.
-    stages: each rank has some of the layers, in order; otherwise a part of every layer.
+    group: the mx.distributed.Group over which mlx-lm's sharded layers reduce; None: no other ranks.
+    stages: whether each rank has some of the layers, in order, and not a part of every layer.
     leader: the rank whose results count: rank 0, or the last stage, which alone has logits.
     """
 
@@ -37,7 +37,8 @@ class RankGroup:
         return mx.distributed.send(x, self.rank + 1, group=self.group)
 
     def receive(self, like: mx.array) -> mx.array:
-        """Receive the previous stage's array.  like: an array of its shape and dtype; not read."""
+        """Receive the previous stage's array.  like: an array of its shape and dtype, which is not
+        read."""
         return mx.distributed.recv_like(like, self.rank - 1, group=self.group)
 
     def gather(self, value: T) -> list[T]:
@@ -56,7 +57,7 @@ class RankGroup:
         return self.gather(value)[self.leader]
 
     def from_rank_0(self, x: mx.array) -> mx.array:
-        """Rank 0's integers, lazily; x has one shape on all ranks."""
+        """Rank 0's integers, on every rank; nothing is evaluated.  x has one shape on all ranks."""
         if self.size == 1:
             return x
         return mx.distributed.all_sum(x if self.rank == 0 else mx.zeros_like(x), group=self.group)

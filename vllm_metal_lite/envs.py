@@ -1,6 +1,6 @@
 """The package's own environment variables (METAL_LITE_*), and those for its cache and colours.
 
-Each is read when it is asked for.
+Each call reads the variable again.
 """
 
 import os
@@ -40,13 +40,13 @@ def hostfile() -> str | None:
 
 
 def api_key() -> str | None:
-    """METAL_LITE_API_KEY: the key that the server asks for; None or empty: none."""
+    """METAL_LITE_API_KEY: the key that the server demands; None or empty: no key."""
     return os.environ.get("METAL_LITE_API_KEY") or None
 
 
 def cache_folder() -> Path:
-    """XDG_CACHE_HOME: its folder `vllm_metal_lite` keeps findings about the kernels and the device,
-    across processes."""
+    """XDG_CACHE_HOME: its folder `vllm_metal_lite`, where processes share findings about the
+    kernels and the device."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm_metal_lite"
 
 

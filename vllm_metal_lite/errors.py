@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from traceback import walk_tb
 
-# In each message about a model whose numbers are not finite, which is no fault of a request.
+# The cause in each message about a model whose numbers are NaN or infinite.
 NOT_FINITE = "its weights are damaged, or its numbers do not fit its dtype"
 
 
@@ -51,7 +51,7 @@ class BusyError(MetalLiteError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that does not fit.  num_tokens: how many it has; an estimate if it has very many."""
+    """A prompt that does not fit.  num_tokens: its length, an estimate if it is very long."""
 
     def __init__(self, num_tokens: int, most: int) -> None:
         super().__init__(f"the prompt has about {num_tokens} tokens; the limit is {most}")
@@ -71,13 +71,20 @@ class OutOfMemoryError(MetalLiteError):
 
 
 def is_our_fault(error: Exception) -> bool:
-    """Whether an error is one of this package's own code: of a type that MLX does not raise, and
-    not in the code of a model.  Its cause counts, if it has one."""
+    """Whether this package's own code is at fault: MLX does not raise errors of this type, and the
+    error was not raised in a model's code.  If the error has a cause, the cause decides."""
     error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(error, (TypeError, ValueError, RuntimeError)):
         return False
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return frames[-1].f_globals.get("__name__", "").startswith("vllm_metal_lite.")
+
+
+def our_fault(error: Exception) -> str:
+    """One line about an error of this package's own code: its type, its place and its words."""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    place = f"{frame.f_globals.get('__name__', '?')}, line {line}"
+    return f"a fault of vllm-metal-lite: {type(error).__name__} in {place}: {one_line(error)}"
 
 
 def install(extra: str) -> str:
@@ -86,13 +93,13 @@ def install(extra: str) -> str:
 
 
 def one_line(e: BaseException) -> str:
-    """What an exception says, or its type if it says nothing, for a message of one line."""
+    """The text of an exception in one line, or its type if the text is empty."""
     text = f"no key {e}" if isinstance(e, KeyError) else str(e)
     return shorten(" ".join(text.split()) or type(e).__name__, 300)
 
 
 def size_text(num_bytes: float, digits: int = 1) -> str:
-    """Bytes in GiB or MiB.  digits: of GiB."""
+    """A number of bytes in GiB or MiB.  digits: the decimal places of GiB."""
     gib = num_bytes / 2**30
     return f"{gib:.{digits}f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.1f} MiB"
 

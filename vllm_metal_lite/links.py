@@ -20,9 +20,9 @@ class Links(NamedTuple):
 
     backend: a backend of mx.distributed; "jaccl-ring" is JACCL where not every two hosts share a
     cable.
-    ips: by rank, the addresses at which it listens (the ring makes a connection for each); without
-    any, the rank chooses one.
-    devices: by rank, its RDMA device for each other rank; None where there is none (JACCL).
+    ips: for each rank, the addresses at which the rank listens; the ring makes a connection for
+    each.  A rank without addresses chooses one.
+    devices: for each rank, its RDMA device for each other rank (JACCL), or None if it has none.
     """
 
     backend: str
@@ -31,7 +31,7 @@ class Links(NamedTuple):
 
 
 def read_links(size: int, hostfile: str | None) -> Links:
-    """The links of `size` ranks: as `hostfile` says, else NCCL on NVIDIA, else the ring over TCP.
+    """The links of `size` ranks.  Without a hostfile: NCCL on NVIDIA, else the ring over TCP.
 
     hostfile: a file that `mlx.launch` takes; its hosts are the ranks.  Raises ConfigError.
     """

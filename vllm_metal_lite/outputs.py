@@ -17,10 +17,10 @@ class Logprob:
 
 
 class _Text:
-    """A field that may be given a function: reading the field calls it.
+    """A field whose value may be a function that makes the text: reading the field calls it.
 
     The text of a finished answer is kept, and the function is not called again.  (A dataclass takes
-    the field's default from the class, where `__get__` gives "".)
+    the default of a field from the class, where `__get__` returns "".)
     """
 
     def __get__(self, output: "CompletionOutput | None", owner: type) -> str:
@@ -29,7 +29,7 @@ class _Text:
         text = vars(output)["_text"]
         if isinstance(text, str):
             return text
-        finished = output.finished  # read first: another thread may end the answer
+        finished = output.finished  # read first, because another thread may end the answer
         text = text()
         if finished:
             vars(output)["_text"] = text
@@ -43,13 +43,13 @@ class _Text:
 class CompletionOutput:
     """One of a request's `n` answers.
 
-    text: made from the tokens when it is read, so an unread answer costs nothing.
+    text: the text, made from the tokens when it is read, so an unread answer costs nothing.
     finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
     "length" (max_tokens or the context is reached), "abort" or "error".
     error: why the answer cannot continue, in one line; None unless finish_reason is "error".
     stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
-    num_shown_tokens: leading tokens that the text of a finished answer shows; None before the end,
-    and where a stop string cut the text within a token.
+    num_shown_tokens: how many of the first tokens the text of a finished answer shows; None before
+    the end, and if a stop string cut the text.
     """
 
     index: int
@@ -75,9 +75,9 @@ class CompletionOutput:
 class RequestOutput:
     """A request's state after a step: everything generated so far.
 
-    num_cached_tokens: prompt tokens that the prefix cache held when the request was admitted.
-    num_restored_tokens: those of them that came from the disk, for this request.
-    prompt_logprobs: one entry a prompt token, None for the first.
+    num_cached_tokens: how many prompt tokens the prefix cache held at the request's admission.
+    num_restored_tokens: how many of these came from the disk for this request.
+    prompt_logprobs: one entry for each prompt token, None for the first.
     pooled: the values of a finished pooling request, float32: the embedding, or the
     log-probabilities of its tokens.
     """
@@ -95,7 +95,10 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """embedding: float32, of the model's hidden size, or of `dimensions` values."""
+    """The result of `LLM.embed` for one prompt.
+
+    embedding: float32 values, as many as the model's hidden size, or as `dimensions` asks for.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -105,8 +108,11 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """index: the number of the pair.  score: the probability that its texts match, or the cosine of
-    their embeddings."""
+    """The result of `LLM.score` for one pair of texts.
+
+    index: the number of the pair.
+    score: the probability that the texts match, or the cosine of their embeddings.
+    """
 
     index: int
     score: float

@@ -1,4 +1,4 @@
-"""What one pooling request reads from its prompt, named as vLLM names it."""
+"""What one pooling request reads from its prompt, under vLLM's names."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,7 +9,7 @@ from vllm_metal_lite.rules import apply_rules, choice, integer, switch, token_id
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """Validated when made, `RequestError` if out of range.
+    """Parameters of one pooling request; `RequestError` if a value is out of range.
 
     pooling: the hidden state of the "last" token, or the "mean" over all; None: as the model's
     folder says, else "last".

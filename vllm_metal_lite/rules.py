@@ -4,46 +4,70 @@ Python, JSON lines and flags all come to the same rules, so a bad value gets the
 everywhere.  Numpy's scalars are numbers too; a field that passed holds a plain Python value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from vllm_metal_lite.errors import MetalLiteError, Option, show
 
 
 @dataclass(frozen=True)
 class Rule:
-    """allowed: in words, as in "must be ...".  take: a value as a plain Python one; raises
-    _REFUSALS if it is not allowed.  optional: None is allowed too, for "not given"."""
+    """allowed: the words after "must be".  take: returns a value as a plain Python value, or raises
+    one of _REFUSALS.  optional: None is allowed too and means "not given"."""
 
     allowed: str
     take: Callable[[Any], Any]
     optional: bool = False
 
 
+class Flag(NamedTuple):
+    """A field's flag on the command line.
+
+    metavar: the value's name in the help.  help: "{allowed}" becomes the words of the rule.
+    """
+
+    metavar: str
+    help: str
+
+
 _REFUSALS = (TypeError, ValueError, OverflowError)
+N = TypeVar("N", Rule, Flag)
 
 
 @cache
 def rules_of(kind: type) -> dict[str, Rule]:
-    """The rule of each field of a dataclass, from its annotation; a field whose type includes None
-    is optional."""
-    rules = {}
+    """The rule of each field of a dataclass; a field whose type includes None is optional."""
+    rules = _notes(kind, Rule)
+    return {f: replace(rule, optional=NoneType in get_args(plain)) for f, plain, rule in rules}
+
+
+@cache
+def flags_of(kind: type) -> dict[str, Flag]:
+    """The flag of each field of a dataclass that has one."""
+    words = {field: rule.allowed for field, rule in rules_of(kind).items()}
+    return {
+        field: flag._replace(help=flag.help.format(allowed=words.get(field)))
+        for field, _, flag in _notes(kind, Flag)
+    }
+
+
+def _notes(kind: type, note_type: type[N]) -> Iterator[tuple[str, Any, N]]:
+    """(field, its type, its note) of each field whose annotation has a note of this type."""
     for field, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            plain, rule = get_args(hint)
-            rules[field] = replace(rule, optional=NoneType in get_args(plain))
-    return rules
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, note_type):
+                yield field, hint.__origin__, note
 
 
 def apply_rules(record: Any, error: type[MetalLiteError], parent: str | None = None) -> None:
     """Replace the fields of a frozen dataclass by plain values; raises `error` for a bad one.
 
-    parent: the field that holds the record, if it is part of another one.
+    parent: the field that holds the record, if the record is part of another one.
     """
     for name, rule in rules_of(record.__class__).items():
         value = getattr(record, name)
@@ -51,7 +75,7 @@ def apply_rules(record: Any, error: type[MetalLiteError], parent: str | None = N
             continue
         try:
             plain = rule.take(value)
-        except MetalLiteError:  # of a record within the record
+        except MetalLiteError:  # raised by a record inside this one
             raise
         except _REFUSALS:
             where = (Option(parent), f".{name}") if parent else (Option(name),)
@@ -90,7 +114,7 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> Rul
 
 
 def choice(*values: Any) -> Rule:
-    """One of the values: all integers or all strings."""
+    """One of these values, which are all integers or all strings."""
 
     def take(value: Any) -> Any:
         value = _integer(value) if isinstance(values[0], int) else _text(value)
@@ -133,7 +157,7 @@ def text() -> Rule:
 
 
 def texts(*, alone: bool = False) -> Rule:
-    """Strings that are not empty and can be encoded.  alone: one string needs no list."""
+    """A list of non-empty strings that can be encoded.  alone: one string needs no list."""
 
     def take(value: Any) -> tuple[str, ...]:
         value = (value,) if alone and isinstance(value, str) else value
@@ -147,7 +171,7 @@ def texts(*, alone: bool = False) -> Rule:
 
 
 def whole(value: Any) -> Any:
-    """A value from JSON, where 2.0 is an integer; also within lists."""
+    """Convert a value from JSON, where 2.0 is an integer, also in lists."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return [whole(item) for item in value] if isinstance(value, list) else value
@@ -158,7 +182,7 @@ def by_token_id(bias: Any) -> Any:
     if not isinstance(bias, Mapping):
         return bias
     ids = {int(k) for k in bias if isinstance(k, str) and k.isdecimal() and len(k) < 20}
-    by_key = {str(token_id): token_id for token_id in ids}  # without "01", another name of "1"
+    by_key = {str(token_id): token_id for token_id in ids}  # "01" would be "1" again: it stays
     return {by_key.get(key, key): value for key, value in bias.items()}
 
 

@@ -60,7 +60,7 @@ class RopeShape:
 
 @dataclass(frozen=True)
 class ConvShape:
-    """The short causal convolution of a recurrent layer.  silu: it is applied to the result."""
+    """The short causal convolution of a recurrent layer.  silu: whether SiLU follows."""
 
     channels: int
     kernel_size: int
@@ -78,8 +78,8 @@ class RecurrenceShape:
     """A recurrence with a state (v_dim, k_dim) for each of v_heads heads.
 
     delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
-    and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
-    head.  dtype: that of the rows; states are float32.
+    and whose head is v_dim by a state of k_dim.  vector: whether each column of the state has its
+    own gate, not each head.  dtype: the type of the rows; states are float32.
     """
 
     k_heads: int
@@ -99,7 +99,7 @@ class RecurrenceShape:
 
 @dataclass(frozen=True)
 class GatedNormShape:
-    """The norm behind a recurrence with its gate, in one launch: groups of dim elements a row.
+    """The norm after a recurrence, with its gate, in one launch.  A row has groups of dim elements.
 
     gate_first: the gate is applied before the norm.  sigmoid: the gate's activation, not SiLU.
     """
@@ -138,13 +138,14 @@ class WeightShape(NamedTuple):
     quantisation: Quantisation | None = None
 
 
-# SwiGLU, gpt-oss's clamped SwiGLU, GeGLU; and relu squared of one product, which has no gate.
+# The activations of experts.  "clamped_swiglu" is gpt-oss's; "relu2" squares one product, without
+# a gate.
 ExpertActivation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
 
 
 class ExpertShape(NamedTuple):
-    """A mixture of experts.  quantisation: the format of gate and up; down: that of down; None:
-    floats."""
+    """A mixture of experts.  quantisation: how the weights of gate and up are quantised; down: how
+    the weight of down is; None for floats."""
 
     experts: int
     hidden: int
@@ -166,9 +167,9 @@ class ExpertShape(NamedTuple):
 class KernelUse:
     """What one model asks of the kernels.
 
-    hidden_sizes: elements of the rows whose residual sum is normalised.  weights: those of the
-    linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
-    recurrences: the parts of layers that keep states.  experts: the mixtures of experts.
+    hidden_sizes: the sizes of rows whose residual sum is normalised.  weights: the weights of
+    linear layers that `skinny_gemm` could serve.  shares_prefix: whether requests may share blocks.
+    recurrences: the operations of layers that keep states.  experts: the mixtures of experts.
     """
 
     shapes: tuple[AttentionShape, ...]

@@ -37,9 +37,9 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as a dict or a string.  json_object: any JSON object.  regex: a pattern of
     the whole answer.  choice: one of these strings.  grammar: Lark (llguidance's dialect) or GBNF.
-    disable_any_whitespace: JSON without spaces and line breaks.  whitespace_pattern: if they are
-    allowed, a regex of what may stand between the parts of JSON.  disable_additional_properties: an
-    object has no other properties, unless its schema names additionalProperties.
+    disable_any_whitespace: JSON has no spaces and line breaks.  whitespace_pattern: otherwise, a
+    regex that matches the text between the parts of JSON.  disable_additional_properties: an object
+    has no other properties, unless its schema names additionalProperties.
     """
 
     json: Annotated[str | Mapping[str, Any] | None, schema()] = None
@@ -62,7 +62,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The field that says what the form is."""
+        """The name of the field that gives the form."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False, ()))
 
 
@@ -70,8 +70,8 @@ class StructuredOutputsParams:
 class ThinkingParams:
     """How a model marks its thoughts, for answers whose form begins after them.
 
-    start, end: token ids of the markers.  is_open: the prompt ends within thoughts.  budget: most
-    tokens of thoughts; then `end` is written for the model.
+    start, end: token ids of the markers.  is_open: the prompt ends within thoughts.  budget: after
+    this number of tokens of thoughts, `end` is forced.
     is_channel: thoughts may begin at any place, end with the first token of `end`, and are part of
     the form, if there is one; the budget is for all thoughts together.
     """
@@ -87,7 +87,7 @@ class ThinkingParams:
 
 
 def record(kind: type, option: str) -> Rule:
-    """A dataclass of this module, or a dict of its fields.  option: the field that holds it."""
+    """A dataclass of this module, or a dict of its fields.  option: the field with the record."""
     names = [field.name for field in fields(kind)]
 
     def take(value: Any) -> Any:

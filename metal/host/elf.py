@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 
 class Section(NamedTuple):
-    """The bytes of a section, and where it is loaded, relative to the library's start."""
+    """The bytes of a section, and its address relative to the start of the library."""
 
     address: int
     data: bytes
 
 
 def sections(library: bytes) -> dict[str, Section]:
-    """The sections by name; none if this is no 64-bit ELF file."""
+    """Name -> section; empty if this is no 64-bit ELF file."""
     if library[:5] != b"\x7fELF\x02":
         return {}
     (headers,) = struct.unpack_from("<Q", library, 0x28)
@@ -37,7 +37,7 @@ class Reader:
         return self.data[self.at - size : self.at]
 
     def number(self, form: str) -> int:
-        """A number of fixed size, by its letter in `struct`."""
+        """A number of the fixed size that a letter of `struct` names."""
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
 
     def text(self) -> str:

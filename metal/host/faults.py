@@ -1,4 +1,4 @@
-"""What can go wrong when a kernel runs on the host."""
+"""Errors of a kernel that runs on the host."""
 
 
 class HostError(RuntimeError):

@@ -80,7 +80,7 @@ class HostKernel:
         return outputs
 
     def _buffers(self, parameters, arrays, outputs, init_value, options):
-        """What each buffer parameter is given, by its index."""
+        """Index of a buffer parameter -> its buffer."""
         named = dict(zip(self.definition["input_names"], arrays, strict=True))
         results = dict(zip(self.definition["output_names"], outputs, strict=True))
         buffers = {}

@@ -84,7 +84,7 @@ class Library:
         self.kernel = kernel
         self.path = path
         self._library = ctypes.CDLL(str(path))
-        if path.with_suffix(".cpp").exists():  # compiled to count
+        if path.with_suffix(".cpp").exists():  # compiled with counters of its lines
             self._library.metal_host_image.restype = ctypes.c_uint64
             coverage.watch(path, self._library.metal_host_image())
         self._lock = threading.Lock()  # a library has one set of fibers

@@ -27,7 +27,7 @@ def line_table(library: Path) -> list[Row]:
     section = sections(library.read_bytes()).get(".debug_line")
     if not section:
         return []
-    # What the linker dropped keeps its rows, in the first page, where no code is.
+    # Rows of dropped functions point into the first page, which has no code.
     rows = (row for row in _units(section.data) if row.address >= 4096)
     return sorted(rows, key=lambda row: row.address)
 
@@ -55,7 +55,7 @@ def _program(reader: Reader, end: int) -> Iterator[Row]:
     header_length = reader.number("I")
     start = reader.at + header_length
     step = reader.number("B")
-    reader.number("H")  # operations an instruction, and whether rows are statements
+    reader.number("H")  # the operations of an instruction, and whether rows are statements
     line_base, line_range, opcode_base = (reader.number(form) for form in "bBB")
     operands = [reader.number("B") for _ in range(opcode_base - 1)]
     folders = [""]
@@ -97,7 +97,7 @@ def _program(reader: Reader, end: int) -> Iterator[Row]:
             address += (255 - opcode_base) // line_range * step
         elif opcode == 9:
             address += reader.number("H")
-        else:  # of no matter here: columns, marks of statements, blocks, prologues
+        else:  # not needed: columns, marks of statements, blocks, prologues
             for _ in range(operands[opcode - 1]):
                 reader.leb()
 

@@ -28,12 +28,12 @@ def misalignment(array: mx.array) -> int:
 
 
 def row_contiguous(array: mx.array) -> mx.array:
-    """The array itself if its rows lie one after another, else a copy in which they do."""
+    """The array if its rows are contiguous, else a contiguous copy."""
     return array if elements(array).flags.c_contiguous else mx.contiguous(array)
 
 
 def new_output(shape: tuple[int, ...], dtype: mx.Dtype, init_value) -> mx.array:
-    """An array of its own memory: `init_value` everywhere, or 0xff bytes."""
+    """A new array, filled with `init_value`, or with bytes 0xff."""
     array = mx.zeros(shape, dtype)
     mx.eval(array)
     if init_value is not None:

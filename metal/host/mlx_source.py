@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .faults import HostError
 
-metal_kernel = mx.fast.metal_kernel  # MLX's own, also while a stand-in is installed
+metal_kernel = mx.fast.metal_kernel  # MLX's own function, also while a stand-in is installed
 
 # A smaller input is passed in `constant` memory, and a 0-d one by reference.
 SMALL = 8
@@ -24,7 +24,7 @@ SMALL = 8
 # MLX's headers: the wheels of all platforms carry those of the Metal kernels.
 INCLUDE = Path(mx.__file__).parent / "include"
 UTILS = "mlx/backend/metal/kernels/utils.h"
-# What MLX puts before the source of every custom kernel, as one include.
+# The text that MLX puts before the source of every custom kernel, as one include.
 PRELUDE = f'#include "{UTILS}"\n'
 
 
@@ -86,7 +86,7 @@ def instantiation(text: str) -> str:
 
 
 def _printed_while(act) -> str:
-    """What C++ code writes to standard output while `act(path of a scratch file)` runs."""
+    """The text that C++ code writes to standard output while `act(path of a scratch file)` runs."""
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as caught:
         saved = os.dup(1)

@@ -25,7 +25,7 @@ def kernel_files() -> list[Path]:
 
 
 def label(path: Path) -> str:
-    """What messages call one of the files."""
+    """The name of one of the files in messages."""
     return f"{KERNELS.name}/{path.name}"
 
 
@@ -58,7 +58,7 @@ def _origins(codes: list[str]) -> list[tuple[str, int] | None]:
                     break
                 run.append((line.file, line.number))
             best = max(best, run, key=len)
-        # A line or two may be alike by chance.
+        # One or two equal lines may be chance.
         origins += best if len(best) >= min(4, max(2, len(codes))) else [None]
     return origins
 

@@ -10,7 +10,7 @@ import re
 from .faults import HostError
 from .strict import compile_metal
 
-# spir64 has no cost model of its own: a GPU's would decide about loops as that GPU likes.
+# spir64 has no cost model: that of a GPU would decide about loops in its own way.
 _OPTIONS = (
     *("-triple", "spir64", "-O2", "-fno-unroll-loops", "-emit-llvm", "-o", "-"),
     *("-include", "metal_bodies", "-DMETAL_COPY="),

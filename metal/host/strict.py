@@ -60,7 +60,7 @@ _BANNED = {
 
 
 def check(source: str) -> list[Violation]:
-    """What Apple's compiler would refuse in `source`, in the order of lines; empty if nothing.
+    """The parts of `source` that Apple's compiler would refuse, in the order of lines.
 
     `source` is a Metal text as `mx.fast.metal_kernel` generates it: MLX's `utils.h` comes before
     it, as in MLX.  Or a whole one, which includes <metal_stdlib> or headers of MLX's itself.
@@ -152,7 +152,7 @@ def _lower_body(body: str) -> str:
             value = f"metal::threadgroup_variable<{kind}{extents}>()"
             lowered.append(f"threadgroup {kind} {variable} = {value};")
             sizes.append(f"(sizeof({name}) + 15) / 16 * 16")
-        # At each declaration, so that the one that is too much is the line of the error.
+        # A check at each declaration: the error names the line of the first one that is too large.
         total = f"{' + '.join(sizes)} <= {MAX_THREADGROUP_BYTES}"
         lowered.append(f'static_assert({total}, "{_TOO_MUCH}");')
         return " ".join(lowered) + "\n" * match[0].count("\n")
@@ -161,7 +161,7 @@ def _lower_body(body: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes; ValueError if it does not."""
+    """The position of the bracket that closes the one at `start`; ValueError if there is none."""
     depth, pair = 0, {"(": "()", "{": "{}"}[text[start]]
     for match in re.compile(rf"[{re.escape(pair)}]").finditer(text, start):
         depth += 1 if match[0] == pair[0] else -1
@@ -170,7 +170,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"no end of the bracket in line {_line(text, start)}")
 
 
-# --- what clang says ------------------------------------------------------------------------------
+# --- clang's messages -----------------------------------------------------------------------------
 
 
 _DIAGNOSTIC = re.compile(

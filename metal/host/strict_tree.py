@@ -1,6 +1,6 @@
-"""What clang accepts and Metal does not, found in the dump of clang's syntax tree.
+"""Finds code that clang accepts and Metal does not, in the dump of clang's syntax tree.
 
-Only of the checked text itself, which clang reads as `<stdin>`; MLX's headers are not checked.
+Only the checked text is searched, which clang reads as `<stdin>`; MLX's headers are not checked.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def _nodes(dump: str) -> Iterator[_Node]:
 
 
 def tree_violations(dump: str) -> Iterator[Violation]:
-    """Of the checked text itself: unqualified pointers and methods, long shifts, recursion."""
+    """The violations in the text: unqualified pointers and methods, long shifts, recursion."""
     path: list[_Node] = []  # from the root to the current node
     calls: dict[str, set[str]] = {}
     first: dict[str, str] = {}  # a function's id -> the id of its first declaration
-    named: dict[str, _Node] = {}  # functions of the text
+    named: dict[str, _Node] = {}  # the functions of the text
     for node in _nodes(dump):
         while path and path[-1].depth >= node.depth:
             path.pop()
@@ -130,7 +130,7 @@ def _unqualified(node: _Node, path: list[_Node]) -> Iterator[Violation]:
     bare = "__generic" in declared or (
         re.search(r"[*&]", declared) and not _SPACES.search(declared)
     )
-    implicit = any(" implicit" in n.head for n in (node, *path[-1:]))  # a struct's own copying
+    implicit = any(" implicit" in n.head for n in (node, *path[-1:]))  # a struct's implicit copy
     if bare and node.kind in (*_VARIABLES, *_FUNCTIONS) and not implicit:
         message = f"`{node.name}` needs an address space: '{declared.strip()}'"
         yield Violation("address-space", node.line, in_metal(message))

@@ -19,7 +19,7 @@ class KernelText(NamedTuple):
     """One text that MLX hands to Metal's compiler, without its prelude.
 
     kernel: the name of the custom kernel.  text: as `mlx_source.generated_source` gives it.
-    threads: of a threadgroup.
+    threads: the threads of a threadgroup.
     """
 
     kernel: str
@@ -28,7 +28,7 @@ class KernelText(NamedTuple):
 
 
 class _Input(NamedTuple):
-    """What the text depends on of an input."""
+    """The properties of an input that the text depends on."""
 
     dtype: mx.Dtype
     ndim: int

@@ -25,7 +25,7 @@ _PLAIN = ["-O0", "-fno-sanitize=all"]
 _CHECKED = ["-O0", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
 _CHECKED += ["-fno-sanitize=vptr,object-size", "-DMETAL_HOST_CHECKED"]
 
-_KEEP_SECONDS = 7 * 86400  # of compiled kernels that are not used
+_KEEP_SECONDS = 7 * 86400  # how long unused compiled kernels are kept
 
 _RUNTIME = ["runtime.cpp"]
 _MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
@@ -86,7 +86,7 @@ def _run(command: list[str], what: str) -> None:
 
 
 class Flavour(NamedTuple):
-    """The options that a kernel is compiled for."""
+    """How a kernel is compiled."""
 
     checked: bool
     coverage: bool
@@ -104,7 +104,7 @@ def _kernel_flags(flavour: Flavour) -> list[str]:
     flags += ["-Xclang", "-cl-single-precision-constant"]
     flags += ["-Xclang", "-ffloat16-excess-precision=none", "-Wno-invalid-constexpr"]
     flags += ["-Wno-reserved-user-defined-literal"]
-    # A read is of interest also where the same place is written next.
+    # Reads count even if the same place is written next.
     flags += ["-mllvm", "-tsan-instrument-read-before-write"] if flavour.checked else []
     return flags
 
@@ -114,7 +114,7 @@ def _compile(source: Path, target: Path, flags: list[str], what: str) -> None:
 
 
 class Unit(NamedTuple):
-    """A translation unit: `head` is what many have in common, such as Metal's library."""
+    """A translation unit.  head: the part that many units share, such as Metal's library."""
 
     head: str
     body: str
@@ -144,7 +144,7 @@ def _write(target: Path, make: Callable[[Path], object]) -> None:
 
 
 def _runtime_objects(flavour: Flavour) -> list[str]:
-    """The runtime, compiled once a version of it."""
+    """The compiled runtime; each version is compiled once."""
     objects = []
     for name in [*_RUNTIME, *_MEMORY[flavour.checked]]:
         target = cache_dir() / f"{Path(name).stem}-{_runtime_hash()[:16]}.o"
@@ -178,7 +178,7 @@ def build(unit: Unit, name: str, flavour: Flavour) -> Path:
         link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made)]
         link += [*_runtime_objects(flavour), "-nostdlib++"]
         if sys.platform != "darwin":
-            link += ["-lm", "-ldl", "-Wl,--no-gc-sections"]  # what counts is named by nobody
+            link += ["-lm", "-ldl", "-Wl,--no-gc-sections"]  # no other code names the counters
         linked = Path(scratch) / library.name
         _run([*link, "-o", str(linked)], f"the library of kernel {name}")
         if flavour.coverage:

@@ -16,7 +16,7 @@ from .toolchain import HEADERS, Unit
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<(metal_\w+)>)[^\n]*$', re.M)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.M)
-# `threadgroup T a[N], b;` and each of its names, with its extents.
+# The declaration `threadgroup T a[N], b;`, and each of its names with its extents.
 SHARED = re.compile(
     r"\bthreadgroup\s+(?P<type>(?:[\w:]+(?:\s*<[^;(){}]*>)?\s+)+?)"
     r"(?P<names>\w+\s*(?:\[[^;{}]*\])?(?:\s*,\s*\w+\s*(?:\[[^;{}]*\])?)*)\s*;"
@@ -39,7 +39,7 @@ def without_comments(text: str) -> str:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a kernel: its name, what it is bound to, and whether it is a reference."""
+    """A parameter of a kernel: its name, its binding, and whether it is a reference."""
 
     name: str
     attribute: str  # "buffer", "threadgroup", or an attribute such as "thread_position_in_grid"

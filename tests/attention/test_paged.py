@@ -7,7 +7,7 @@ import pytest
 
 from metal.host import installed
 from tests.support.attention.cases import PREFILLS, RAGGED, Case, KernelCase, check
-from tests.support.kernels.device import change_device
+from tests.support.kernels.device import change_device, checks_find
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
@@ -17,13 +17,12 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.step import VarlenPrompts, WholePrompt
 from vllm_metal_lite.attention.sdpa import execute as sdpa_run
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.registry import Verdict
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+    checks_find(monkeypatch, Verdict({}, "varlen"))
     change_device(monkeypatch, small_rows=0)  # or "gather" would be for large steps only
     with installed():
         yield
@@ -157,7 +156,7 @@ def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
     monkeypatch, name, prefill, kv_bits
 ):
     """Chunks, mixed steps, cached prefixes and preemptions."""
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, prefill))
+    checks_find(monkeypatch, Verdict({}, prefill))
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])

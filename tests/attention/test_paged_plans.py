@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_metal_lite import backend
+from tests.support.kernels.device import pretend_backend
 from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
@@ -19,7 +19,7 @@ from vllm_metal_lite.kernels.prefill import TILE_ROWS
 )
 def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len, where):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "name", lambda: where)
+        pretend_backend(patch, where)
         plan = decode_plan(batch, kv_heads, max_seq_len)
     assert plan.splits in (1, 2, 4, 8, 16, 32, 64)
     assert plan.splits == 1 or max_seq_len / plan.splits >= 256
@@ -27,7 +27,7 @@ def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len
 
 
 def test_many_sequences_are_attended_to_by_smaller_threadgroups(monkeypatch):
-    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    pretend_backend(monkeypatch, "cuda")
     assert decode_plan(32, 8, 700) == (1, 8)
     assert decode_plan(64, 8, 700) == decode_plan(64, 8, 4096) == (1, 4)
 

@@ -16,12 +16,11 @@ from tests.support.attention.cases import (
     expected_pairs,
     make_batch,
 )
-from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.device import change_device, checks_find, pad_to_powers_of_two
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLMEngine, SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.step_arrays import as_decodes
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.registry import Verdict
 
@@ -172,7 +171,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
 )
 def test_tokens_through_kernels(monkeypatch, name):
     """A pool that preempts requests, chunks of unlike size, and a newcomer."""
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
+    checks_find(monkeypatch, Verdict({}, "gather"))
     change_device(monkeypatch, min_saved_for_prompts=8)
     prompts = tiny.prompts(4, 10, 40, seed=7)
     with installed():

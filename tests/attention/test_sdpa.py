@@ -19,7 +19,7 @@ from tests.support.attention.cases import (
     check,
     make_batch,
 )
-from tests.support.kernels.device import change_device
+from tests.support.kernels.device import change_device, pretend_backend
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa import execute
@@ -28,7 +28,7 @@ from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 CALL = AttentionCall(0, Scores(1.0))
@@ -73,7 +73,7 @@ def test_softcap_and_sinks_in_narrow_types(dtype):
 @pytest.mark.parametrize("where", ["cpu", "cuda", "metal"])
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch, where, window):
-    monkeypatch.setattr(backend, "name", lambda: where)
+    pretend_backend(monkeypatch, where)
     if where == "cpu":
         change_device(monkeypatch, sdpa_tile=8)
     check(Case(RAGGED, dim=64), padding=3, window=window)
@@ -99,7 +99,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 @pytest.mark.parametrize("where", ["cpu", "metal", "cuda"])
 def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     """Bool; on CUDA, where a bool mask is not fused, the queries' dtype."""
-    monkeypatch.setattr(backend, "name", lambda: where)
+    pretend_backend(monkeypatch, where)
     case = Case(RAGGED)
     plan = case.attention.prepare(case.batch, case.batch.num_tokens).plan
     calls = plan.step_calls(0, AttentionCall(0, Scores(1.0, window=7)), None).calls
@@ -132,7 +132,7 @@ def test_all_keys_are_masked_where_the_rows_share_few():
     ("where", "dims"), [("metal", [64, 128]), ("cuda", [32, 64, 120, 128]), ("cpu", [])]
 )
 def test_which_heads_mlx_fuses(monkeypatch, where, dims):
-    monkeypatch.setattr(backend, "name", lambda: where)
+    pretend_backend(monkeypatch, where)
     monkeypatch.setattr(backend, "has_neural_accelerators", lambda: False)
     tried = (32, 64, 120, 128, 192, 256)
     assert [dim for dim in tried if unfused(4, dim, None) is None] == dims
@@ -144,7 +144,7 @@ def test_which_heads_mlx_fuses(monkeypatch, where, dims):
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, accelerated):
     """MLX's SDPA gets the segments of 1,024 rows whole; others and a window are not fused."""
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    pretend_backend(monkeypatch, "metal")
     monkeypatch.setattr(backend, "has_neural_accelerators", lambda: accelerated)
     change_device(monkeypatch, max_scores=1 << 18)
     fused = []

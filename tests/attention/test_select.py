@@ -42,12 +42,15 @@ def test_shapes_that_kernels_may_serve():
 @pytest.mark.parametrize(
     ("shapes", "by_segment", "reason"),
     [
-        ([replace(SHAPE, k_head_dim=36, v_head_dim=36)], None,
-         "head size 36 is not a multiple of 8 up to 576"),
+        (
+            [replace(SHAPE, k_head_dim=36, v_head_dim=36)],
+            None,
+            "head size 36 is not a multiple of 8 up to 576",
+        ),
         ([], None, "no layer of this model has a kernel"),
         ([SHAPE], "an indexer", "this model's attention runs a segment at a time: an indexer"),
     ],
-)  # fmt: skip
+)
 def test_models_that_no_kernel_serves(shapes, by_segment, reason):
     assert no_kernels("auto", shapes, by_segment) == reason
     assert no_kernels("reference", shapes, by_segment).startswith("asked for")

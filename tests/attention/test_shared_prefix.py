@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from metal.host import installed
 from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.attention.cases import BLOCK_SIZE, make_batch
-from tests.support.kernels.device import change_device, pad_to_powers_of_two
+from tests.support.kernels.device import change_device, checks_find, pad_to_powers_of_two
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.decodes import PrefixSearch, find_shared_prefix
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.registry import Verdict
 
 DECODES = make_batch([(0, 1)])
@@ -127,7 +126,7 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
+    checks_find(monkeypatch, Verdict({}, "gather"))
 
 
 @pytest.fixture
@@ -175,10 +174,16 @@ def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("qwen3", {}), ("gemma2", {}), ("llama/window", {}), ("gpt_oss", {}),
-     ("llama", {"kv_bits": 8}), ("qwen3", {"num_blocks": 14, "max_num_batched_tokens": 16})],
+    [
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("llama/window", {}),
+        ("gpt_oss", {}),
+        ("llama", {"kv_bits": 8}),
+        ("qwen3", {"num_blocks": 14, "max_num_batched_tokens": 16}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_layers(on_kernels, steps, name, options):
     """Norms and rotations in kernels, softcaps, windows, sinks, quantised stores; chunks, mixed
     steps and preemptions."""

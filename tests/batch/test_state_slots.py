@@ -68,8 +68,12 @@ BAD = {
     "a checkpoint behind the last row": ("checkpoints", (1, 1), 11, "outside its segment"),
     "a checkpoint of no segment": ("checkpoints", (1, 0), 3, "none of the 3 segments"),
     "a checkpoint of a segment before the first": (
-        "checkpoints", (1, 0), -1, "none of the 3 segments"),
-}  # fmt: skip
+        "checkpoints",
+        (1, 0),
+        -1,
+        "none of the 3 segments",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", BAD)

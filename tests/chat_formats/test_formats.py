@@ -20,6 +20,10 @@ CALLS = [
 ]
 
 
+def test_each_format_with_calls_is_tested_here():
+    assert WRITERS.keys() == FORMATS.keys() - {"plain", "thinking"}
+
+
 @ALL
 def test_text_thoughts_and_several_calls(name):
     calls = CALLS[:1] + CALLS[3:]
@@ -160,12 +164,15 @@ json_values = st.recursive(
 @ALL
 @settings(max_examples=30)
 @given(
-    call=st.sampled_from(CALLS) | st.builds(
+    call=st.sampled_from(CALLS)
+    | st.builds(
         lambda cmd, env: ("run", {"cmd": cmd, "env": env}),
-        st.text(max_size=20), st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+        st.text(max_size=20),
+        st.dictionaries(st.text(max_size=4), json_values, max_size=3),
     ),
-    cuts=CUTS, before=st.sampled_from(["", "Hm.\n", "<think>a</think>\n"]),
-)  # fmt: skip
+    cuts=CUTS,
+    before=st.sampled_from(["", "Hm.\n", "<think>a</think>\n"]),
+)
 def test_random_arguments_and_splits(name, call, cuts, before):
     if call not in CALLS:
         # Gemma's names have no marks around them.
@@ -181,9 +188,12 @@ def test_random_arguments_and_splits(name, call, cuts, before):
 @ALL
 @settings(max_examples=30)
 @given(
-    call=st.sampled_from(CALLS), start=st.integers(0, 150), length=st.integers(0, 30),
-    twice=st.booleans(), cuts=CUTS,
-)  # fmt: skip
+    call=st.sampled_from(CALLS),
+    start=st.integers(0, 150),
+    length=st.integers(0, 30),
+    twice=st.booleans(),
+    cuts=CUTS,
+)
 def test_pieces_do_not_matter_where_a_model_slips(name, call, start, length, twice, cuts):
     text = f"Hm. {WRITERS[name]([call])} So. {WRITERS[name](CALLS[3:])}"
     end = start + length

@@ -1,7 +1,6 @@
 """Harmony, with OpenAI's own package as the oracle: it writes and reads the same."""
 
 import base64
-import sys
 
 import pytest
 
@@ -45,7 +44,7 @@ def harmony(tmp_path_factory):
     path = str(package("openai-harmony", "0.0.8"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_ENCODINGS_BASE", str(folder))
-        patch.setattr(sys, "path", [*sys.path, path])
+        patch.syspath_prepend(path)
         yield pytest.importorskip("openai_harmony")
 
 

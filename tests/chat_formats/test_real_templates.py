@@ -12,8 +12,14 @@ from tests.support.chat.real_parts import template, templates
 from tests.support.chat.text import check_splits
 from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.detect import detect
-from vllm_metal_lite.chat_formats.probe import ARGUMENTS, TOOL, reads, written_calls
+from vllm_metal_lite.chat_formats.detect import (
+    ARGUMENTS,
+    FORMATS,
+    TOOL,
+    detect,
+    reads,
+    written_calls,
+)
 from vllm_metal_lite.engine.chat_prompt import by_template
 from vllm_metal_lite.server.content import function_call
 
@@ -95,6 +101,20 @@ def test_a_format_reads_what_its_template_writes_or_there_is_none():
 
 
 @pytest.mark.long
+def test_the_order_of_the_formats_does_not_matter():
+    """Of the formats that fit a template, one has the longest signs."""
+    for name, text in templates().items():
+        shown = text + "".join(written_calls(renderer(text)))
+        lengths = [
+            len("".join(form.signs))
+            for form in FORMATS.values()
+            if form.signs and all(sign in shown for sign in form.signs)
+            if called(text, form) or not written_calls(renderer(text), form.adapt)
+        ]
+        assert lengths.count(max(lengths, default=0)) <= 1, name
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("marks", [set(), {"<think>", "</think>"}], ids=["no marks", "marks"])
 def test_a_prompt_is_that_of_transformers_whatever_the_vocabulary_is(marks):
     plain = tokenizer_of(marks, special=False)
@@ -155,8 +175,9 @@ def test_a_format_that_is_not_chosen_does_not_change_the_call_that_others_read()
     assert detect(text, render).name == "hermes"
 
 
-def test_a_template_that_writes_no_calls_leaves_it_to_the_vocabulary():
-    text = template("LiquidAI-LFM2.5-350M")
+@pytest.mark.parametrize("name", ["LiquidAI-LFM2.5-350M", "LiquidAI-LFM2-1.2B"])
+def test_a_template_that_writes_no_calls_leaves_it_to_the_vocabulary(name):
+    text = template(name)
     tokens = {"<|tool_call_start|>", "<|tool_call_end|>"}
     assert detect(text, renderer(text), tokens).name == "lfm2"
     assert not detect(text, renderer(text)).has_calls

@@ -17,12 +17,17 @@ ROOT = {
 @pytest.mark.parametrize(
     ("path", "found"),
     [
-        ("#", ROOT), ("#/$defs/color", COLOR), ("#/$defs/a~1b~0c", {"type": "null"}),
-        ("#/%24defs/color", COLOR), ("#/properties/list/prefixItems/0", COLOR),
-        ("#/properties/list/prefixItems/1", None), ("#/$defs/none/here", None), ("elsewhere", None),
+        ("#", ROOT),
+        ("#/$defs/color", COLOR),
+        ("#/$defs/a~1b~0c", {"type": "null"}),
+        ("#/%24defs/color", COLOR),
+        ("#/properties/list/prefixItems/0", COLOR),
+        ("#/properties/list/prefixItems/1", None),
+        ("#/$defs/none/here", None),
+        ("elsewhere", None),
         ("#anchor", None),
     ],
-)  # fmt: skip
+)
 def test_pointers(path, found):
     assert pointed(ROOT, path) == found
 
@@ -38,20 +43,29 @@ BOTH = {"type": "object", "properties": {"x": COLOR, "y": COLOR}, "required": ["
         ({"allOf": [{"$ref": "#/$defs/color"}]}, [COLOR]),
         ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, [COLOR, {"type": "null"}]),
         ({"type": ["string", "null"]}, [{"type": "string"}, {"type": "null"}]),
-        ({"$ref": "#/$defs/loop"}, [{}]), ({"$ref": "#/$defs/none"}, [{}]), (True, [{}]),
-        ({"type": "array", "items": {"$ref": "#/$defs/color"}},
-         [{"type": "array", "items": {"$ref": "#/$defs/color"}}]),
-        ({**X, "anyOf": [Y, {}]}, [BOTH, {"type": "object", **X}]), ({"allOf": [X, Y]}, [BOTH]),
+        ({"$ref": "#/$defs/loop"}, [{}]),
+        ({"$ref": "#/$defs/none"}, [{}]),
+        (True, [{}]),
+        (
+            {"type": "array", "items": {"$ref": "#/$defs/color"}},
+            [{"type": "array", "items": {"$ref": "#/$defs/color"}}],
+        ),
+        ({**X, "anyOf": [Y, {}]}, [BOTH, {"type": "object", **X}]),
+        ({"allOf": [X, Y]}, [BOTH]),
     ],
-)  # fmt: skip
+)
 def test_a_schema_has_plain_alternatives(schema, found):
     assert Resolver(ROOT)(schema) == found
 
 
-@pytest.mark.parametrize(("part", "types"), [
-    (lambda other: {"anyOf": [other, other]}, set()), (lambda other: other, {"string"}),
-    (lambda other: {"type": "object", "properties": {"x": other}}, {"object"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "types"),
+    [
+        (lambda other: {"anyOf": [other, other]}, set()),
+        (lambda other: other, {"string"}),
+        (lambda other: {"type": "object", "properties": {"x": other}}, {"object"}),
+    ],
+)
 def test_short_schemas_that_stand_for_much(part, types):
     parts = {f"a{i}": part({"$ref": f"#/$defs/a{i + 1}"}) for i in range(900)} | {"a900": COLOR}
     tool = Tool("f", parameters={"properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": parts})

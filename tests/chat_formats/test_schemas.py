@@ -137,40 +137,12 @@ def test_calls_are_valid_or_the_schema_is_refused(name, kind):
         assert not errors, (answer, arguments, errors[0].message)
 
 
-WORDS = (
-    *(
-        "",
-        "a b",
-        " a",
-        "a ",
-        "a\nb",
-        "<",
-        ">",
-        "a>b",
-        "a<b",
-        '"',
-        'a"b',
-        "'a'",
-        "user's",
-        "filter[]",
-    ),
-    *(
-        "key(s)",
-        "xml:lang",
-        "a,b",
-        "a=b",
-        "-A",
-        "a.b",
-        "$x",
-        "{a}",
-        "a}",
-        "é",
-        "name=a",
-        "[a",
-        "\\",
-    ),
-    *('a" string="true', "functions.a", "a:0", "/a", "</parameter>", "true", "#a"),
+# Names of tools and arguments, between marks.
+_WORDS = (
+    "~a b~ a~a ~a\nb~<~>~a>b~a<b~\"~a\"b~'a'~user's~filter[]~key(s)~xml:lang~a,b~a=b~-A~a.b~$x"
+    '~{a}~a}~é~name=a~[a~\\~a" string="true~functions.a~a:0~/a~</parameter>~true~#a'
 )
+WORDS = _WORDS.split("~")
 PLAIN = "-A", "a.b", "$x", "a_b", "functions.a"
 
 

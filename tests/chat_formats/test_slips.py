@@ -11,19 +11,25 @@ from tests.support.chat.text import check_cuts, check_splits, cut, parse
 from tests.support.chat.writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
-QWEN, GLM, GLM_BREAKS = ("qwen3_coder", "seed_oss"), ("glm47",), ("glm45",)
-INVOKE, DSML = ("minimax_m2",), ("deepseek_v32", "deepseek_v4")
-GEMMA, PYTHON = ("gemma4", "function_gemma"), ("lfm2", "olmo3")
-ONE_JSON = ("hermes", "longcat")
-JSON = (*ONE_JSON, "tool_calls_json", "nemotron_json", "granite", "mistral_list", "cohere")
-LLAMA = ("llama3_json",)
-SECTIONS = ("kimi_k2", "deepseek_v3", "deepseek_v31", "hunyuan", *INVOKE, *DSML)
-BEHIND_NAME = ("kimi_k2", "deepseek_v3", "deepseek_v31", "hunyuan", "mistral", "harmony")
-QUOTE = {"gemma4": '<|"|>', "function_gemma": "<escape>"}
-
 READ = ("read", {"path": "a.txt", "limit": 3})
 NOW = ("now", {})
 PATH = {"path": "a.txt"}
+
+QWEN, GLM, GLM_BREAKS = ("qwen3_coder", "seed_oss"), ("glm47",), ("glm45",)
+INVOKE, DSML = ("minimax_m2",), ("deepseek_v32", "deepseek_v4")
+GEMMA, PYTHON = ("gemma4", "function_gemma"), ("lfm2", "olmo3")
+LLAMA = ("llama3_json",)
+QUOTE = {"gemma4": '<|"|>', "function_gemma": "<escape>"}
+# A new format joins these families by what it writes.  The arguments are JSON:
+AS_JSON = [name for name, write in WRITERS.items() if json.dumps(READ[1]) in write([READ])]
+# the name stands before the object, or in it; the object is in a list, or each has its markers;
+BEHIND_NAME = [name for name in AS_JSON if '"read"' not in WRITERS[name]([READ])]
+LISTS = [name for name in AS_JSON if re.search(r"\[\s*\{", WRITERS[name]([READ]))]
+ONE_JSON = [name for name in AS_JSON if name not in (*BEHIND_NAME, *LISTS, *LLAMA)]
+# all calls stand behind one marker.
+MARKED = [name for name in WRITERS if FORMATS[name].read_answer is None]
+TOGETHER = [n for n in MARKED if WRITERS[n]([NOW, NOW]).count(FORMATS[n].call_starts[0]) == 1]
+SECTIONS = [name for name in TOGETHER if name not in (*LISTS, *LLAMA, *PYTHON)]
 
 
 def run(**values):
@@ -141,7 +147,7 @@ SLIPS = {
         (PYTHON, run(scale=0.5), "0.5", "nan", run(scale="nan")[1]),
         (PYTHON, run(scale=0.5), "0.5", "1e999", None),
         (PYTHON, run(scale=0.5), "0.5", "0.5 # half\n", run(scale=0.5)[1]),
-        ((*JSON, *LLAMA, *BEHIND_NAME), run(scale=0.5), "0.5", "NaN", None),
+        (AS_JSON, run(scale=0.5), "0.5", "NaN", None),
     ],
     "Python's constants": [
         (names, run(dry=True), "true<", "True<", run(dry=True)[1])
@@ -185,7 +191,7 @@ SLIPS = {
         (ONE_JSON, NOW, '"arguments": {}', f'"arguments": {text}', {})
         for text in ("null", "[]", '""', '"null"', '"{}"', "")
     ] + [
-        ((*JSON[2:-1], *LLAMA, "cohere"), NOW, ": {}", f": {text}", {}) for text in ("null", "[]")
+        ((*LISTS, *LLAMA), NOW, ": {}", f": {text}", {}) for text in ("null", "[]")
     ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]")
     ] + [
         ([name for name in BEHIND_NAME if name != "mistral"], NOW, "{}", "", {}),
@@ -193,7 +199,7 @@ SLIPS = {
         (("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {}),
     ],
     "arguments that are no object": [
-        ((*JSON, *LLAMA, *BEHIND_NAME), READ, json.dumps(READ[1]), text, None)
+        (AS_JSON, READ, json.dumps(READ[1]), text, None)
         for text in ("5", "[1]", "true", '"x"', "{'path': 'a'}", "path=a", 'x "a" y', "'a'")
     ],
     "no arguments": [(ONE_JSON, READ, ', "arguments": ', " oh no", None)],
@@ -201,7 +207,7 @@ SLIPS = {
         (("hermes",), READ, json.dumps(READ[1]), '"x </tool_call> y"', None),
     ],
     "a line break in a string": [
-        ((*JSON, *LLAMA, *BEHIND_NAME), ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
+        (AS_JSON, ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
         (ONE_JSON, ("read", PATH), "a.txt", "a \\\nb", {"path": "a \\\nb"}),
         (ONE_JSON, ("read", PATH), json.dumps(PATH), '"{\\"path\\": \\"b\\n\\"}"', {"path": "b\n"}),
         (PYTHON, ("read", PATH), "a.txt", "a\n\tb", {"path": "a\n\tb"}),
@@ -211,8 +217,8 @@ SLIPS = {
     "brackets": [
         (ONE_JSON, READ, "}}", "}}}", READ[1]),
         (ONE_JSON, READ, "}}", "}", READ[1]),
-        (JSON[2:], READ, "3}}", "3}}}", READ[1]),
-        (JSON[2:], READ, "3}}", "3}", READ[1]),
+        (LISTS, READ, "3}}", "3}}}", READ[1]),
+        (LISTS, READ, "3}}", "3}", READ[1]),
         (LLAMA, READ, "}}", "}}}", READ[1]),
         (LLAMA, READ, "3}}", "3]", None),
     ],
@@ -289,11 +295,11 @@ def test_a_section_without_the_ends_of_its_calls(name):
     assert check_splits(FORMATS[name], text).called == [READ, NOW]
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "harmony"])
+@pytest.mark.parametrize("name", MARKED)
 def test_an_unknown_tool_between_two_calls_is_text(name):
     """In a list, a section or a program the rest is text too, but no bracket of the first call."""
     said = parse(FORMATS[name], WRITERS[name]([READ, ("erase", PATH), NOW]))
-    is_one = name in (*JSON, *LLAMA, *PYTHON, *SECTIONS) and name not in ONE_JSON
+    is_one = name in TOGETHER
     assert said.called == ([READ] if is_one else [READ, NOW])
     assert "erase" in said.text
     assert ("now" in said.text) == is_one

@@ -1,6 +1,6 @@
 """A kernel fails: only that kernel is replaced, and the tokens stay right.
 
-Each kernel is here with a kind of fault, and each kind with a kernel.  All of them:
+Each kernel is tried with a kind of fault, and each kind with a kernel.  A tool tries all pairs:
 `METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start`.
 """
 
@@ -9,22 +9,16 @@ import re
 import pytest
 
 from tests.support.kernels.broken_machine import (
-    EXPERTS,
-    KERNELS,
     KINDS,
-    LATENT,
-    MISCOMPILED,
-    PRODUCTS,
-    RECURRENT,
-    USE,
     at_launch,
     cases,
     command,
     consequence,
     impatient,
-    use_of,
 )
 from tests.support.kernels.device import change_device
+from tests.support.kernels.row import EXPERTS, LATENT, PRODUCTS, RECURRENT, USE
+from tests.support.kernels.table import TABLE
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.checks.verdicts import verify
@@ -33,31 +27,7 @@ from vllm_metal_lite.kernels.registry import Verdict
 
 pytestmark = pytest.mark.usefixtures("a_gpu")
 
-KINDS_OF = {
-    "paged_decode": "is wrong",
-    "varlen_prefill": "does not compile, is slow",
-    "latent_attention": "is wrong, does not compile, is slow",
-    "latent_write": "is wrong, raises",
-    "shared_prefix": "ends the process",
-    "merge_partitions": "raises",
-    "kv_write": "does not compile",
-    "kv_gather": "raises",
-    "kv_write_quantised": "is wrong",
-    "kv_gather_quantised": "is wrong",
-    "rope_write": "is wrong",
-    "fused_decode": "does not compile, hangs",
-    "gather_rows": "ends the process",
-    "add_rms_norm": "is slow",
-    "skinny_gemm": "hangs, is wrong",
-    "expert_topk": "is wrong",
-    "expert_plan": "is wrong",
-    "expert_gemm": "is wrong, does not compile",
-    "expert_sum": "is wrong",
-    "causal_conv": "is wrong, does not compile",
-    "gated_delta": "is wrong, raises",
-    "gated_rms_norm": "is wrong",
-}
-CASES = [(kernel, kind) for kernel, kinds in KINDS_OF.items() for kind in kinds.split(", ")]
+CASES = [(kernel, kind) for kernel, row in TABLE.items() for kind in row.faults]
 
 
 def machine(monkeypatch, kernel, kind):
@@ -67,7 +37,7 @@ def machine(monkeypatch, kernel, kind):
 
 def test_every_kernel_and_every_kind_is_here():
     assert set(CASES) <= set(cases())
-    assert {kernel for kernel, _ in CASES} == set(MISCOMPILED) == set(KERNELS)
+    assert {kernel for kernel, _ in CASES} == TABLE.keys()
     assert {kind for _, kind in CASES} == set(KINDS)
 
 
@@ -76,7 +46,7 @@ def test_every_kernel_and_every_kind_is_here():
 def test_only_the_kernel_at_fault_is_replaced(monkeypatch, kernel, kind):
     machine(monkeypatch, kernel, kind)
     with impatient(kernel, kind, 3.0):
-        verdict, said = verify(use_of(kernel)), consequence(kernel, kind)
+        verdict, said = verify(TABLE[kernel].use), consequence(kernel, kind)
     assert verdict.failures.keys() == said.keys(), verdict.failures
     for name, line in verdict.failures.items():
         assert re.match(said[name], line)
@@ -94,19 +64,16 @@ def test_a_machine_that_is_well(monkeypatch, use):
     assert verify(use) == Verdict({}, "varlen")
 
 
-# Whose rows rope_write writes; whose residual sums are not normalised next.
-NOT_USED = [("qwen3", "kv_write"), ("gemma3_text/w9", "kv_write")]
-MODELS = {
-    "qwen3": (USE,), "gemma3_text/w9": (USE,), "deepseek_v3": (LATENT,), "qwen3_next": (RECURRENT,),
-}  # fmt: skip
-PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k) in uses]
+MODELS = {"qwen3": USE, "gemma3_text/w9": USE, "deepseek_v3": LATENT, "qwen3_next": RECURRENT}
+PAIRS = [(name, k) for name, use in MODELS.items() for k, row in TABLE.items() if row.use is use]
 PAIRS.append(("deepseek_v3", "merge_partitions"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
-    """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
+    """The engine computes prompts in chunks, and decodes beside them, in splits and after a shared
+    prefix."""
     how = {"rows_as_decodes": 0, "min_keys": 8, "small_scores": 0}
     change_device(monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, **how)
     prefill = "gather" if "gather" in kernel else "varlen"
@@ -120,7 +87,7 @@ def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
         launched.clear()
         monkeypatch.setattr(verdicts, "verify", lambda _, f=failures: Verdict(f, prefill))
         assert answers(name, prompts, attention="auto") == expected
-        assert bool(launched) == (not failures and (name, kernel) not in NOT_USED)
+        assert bool(launched) == (not failures and name not in TABLE[kernel].not_launched_by)
 
 
 def shared_prefix(count: int) -> list[list[int]]:

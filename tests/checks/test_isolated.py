@@ -1,4 +1,4 @@
-"""Checks in a separate process: whatever that process does, there is a result or a line."""
+"""Checks in a separate process: each gives a result or a line, whatever that process does."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ CHECKS = [
     Check("add_rms_norm", NormShape(64, mx.float16)),
 ]
 
-# A process in which a check is right unless `acts` has something for its kernel.
+# The program of a process whose checks pass, unless `acts` has an expression for the kernel.
 PROCESS = """
 import os, sys, time
 from vllm_metal_lite.checks import run_check as child
@@ -170,7 +170,7 @@ list(isolated.results(CHECKS))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
-    """Ctrl-C, or a parent that is gone."""
+    """The child ends after Ctrl-C, and if its parent is gone."""
     file = tmp_path / "pid"
     parent = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(file)],

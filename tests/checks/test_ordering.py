@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ def test_launches_in_order_are_right():
     with installed():
         reads = build(**TINY)
         assert problem(reads) is None
-    assert {"kv_write", *(read.kernel for read in reads)} == set(KERNELS)
+    assert {"kv_write", *(kernel for kernel, *_ in reads)} == set(KERNELS)
 
 
 class Launches:
@@ -37,7 +36,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.launches: list[tuple[HostKernel, dict[str, Any]]] = []
-        self.outputs: list[list[mx.array]] = []  # kept, so that an id stays one array's
+        self.outputs: list[list[mx.array]] = []  # kept, so that no other array gets this id
         self.made_by: dict[int, int] = {}
 
     def launcher(self, *args: Any, **kwargs: Any) -> Callable[..., list[mx.array]]:
@@ -55,7 +54,7 @@ class Launches:
         return launch
 
     def _needs(self, i: int) -> set[int]:
-        """The launches whose outputs launch i takes."""
+        """The launches whose outputs are inputs of launch i."""
         return {self.made_by.get(id(a), -1) for a in self.launches[i][1]["inputs"]}
 
     def run(self, pick: Callable[[list[int]], int]) -> dict[int, mx.array]:
@@ -82,7 +81,7 @@ def first_problem(pick):
         patch.setattr(mx.fast, "metal_kernel", launches.launcher)
         reads = build(**TINY)
     results = launches.run(pick)
-    return problem([replace(read, values=results[id(read.values)]) for read in reads])
+    return problem([(*read, results[id(values)]) for *read, values in reads])
 
 
 def test_tickets_order_the_launches_in_every_order_that_a_device_may_take():
@@ -93,7 +92,7 @@ def test_tickets_order_the_launches_in_every_order_that_a_device_may_take():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_dropped_ticket_is_noticed(monkeypatch, kernel):
-    """The launch gives back the ticket that it took, so that no later launch waits for it."""
+    """The launch returns the ticket that it took, so no later launch waits for it."""
     launch = getattr(ordering, kernel)
 
     def forgetful(*args, **kwargs):
@@ -111,7 +110,7 @@ def told() -> tuple[int, str]:
 
 @pytest.fixture
 def process(monkeypatch):
-    """A process that works, though without kernels."""
+    """The child process works, but its launches are not kernels."""
     words = [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run_check"]
     monkeypatch.setattr(isolated, "command", lambda: words)
 

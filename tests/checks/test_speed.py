@@ -1,4 +1,4 @@
-"""The two candidates that are timed do the same work.  Times themselves mean nothing here."""
+"""The two timed candidates do the same work.  Times themselves mean nothing here."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -9,11 +9,12 @@ import pytest
 from tests.support.kernels.device import change_device, gpu_on_host
 from tests.support.kernels.launches import watch
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import attention, fallbacks, isolated, speed
-from vllm_metal_lite.checks.check import Check, Speed
+from vllm_metal_lite.checks import attention, isolated, speed
+from vllm_metal_lite.checks.check import Check, Loads, Speed
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape
 
 measure = speed.measure
@@ -21,21 +22,19 @@ SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8), LATENT
 USE = KernelUse(
-    SHAPES, 16, (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)), (64,),
+    SHAPES,
+    16,
+    (RopeShape(32, eps=1e-5), RopeShape(16, True, None, factor=1.5)),
+    (64,),
     recurrences=(GatedNormShape(32, 3, mx.float32),),
-)  # fmt: skip
-TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "latent_attention",
-         "latent_prefill", "gather_rows", "rope_write", "latent_write", "fused_decode",
-         "add_rms_norm", "gated_rms_norm")  # fmt: skip
+)
+TIMED = [row.name for row in REGISTRY.values() if row.timed]
+SMALL = Loads(3, 20, 70, 32, ((2, 20, 20), (1, 40, 20)), 9)
 
 
 @pytest.fixture
 def a_gpu(monkeypatch, tmp_path):
-    """Small loads; both candidates of each are run once, one after the other."""
-    sizes = {"_DECODES": 3, "_CONTEXT": 20, "_LONG": 70, "_PREFIX": 32, "_ROWS": 9}
-    sizes["_PROMPTS"] = (2, 20, 20), (1, 40, 20)
-    for name, value in sizes.items():
-        monkeypatch.setattr(fallbacks, name, value)
+    """A device that splits the contexts of SMALL loads."""
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
     change_device(monkeypatch, rows_as_decodes=0)
     with gpu_on_host(monkeypatch, tmp_path):
@@ -46,8 +45,7 @@ def a_gpu(monkeypatch, tmp_path):
 def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
     launched = set()
     watch(monkeypatch, lambda k, _, template: launched.add((k, bool(template.get("FUSED")))))
-    base_of = {"fused_decode": "paged_decode", "latent_prefill": "latent_attention"}
-    name = base_of.get(kernel, kernel), kernel == "fused_decode"
+    name = REGISTRY[kernel].file, bool(REGISTRY[kernel].template)
     loads = 0
 
     def seconds(ours, fallback):
@@ -65,7 +63,7 @@ def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, 
 
     monkeypatch.setattr(speed, "_seconds", seconds)
     checks = [c for c in checks_for(USE) if c.kernel == kernel]
-    found = [measure(check) for check in checks]
+    found = [measure(check, SMALL) for check in checks]
     assert loads
     assert found == [
         None
@@ -99,7 +97,7 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
 def test_candidates_are_timed_alternately_and_slow_ones_less_often(
     monkeypatch, cost, rounds, calls
 ):
-    """A device that slows down does so for both."""
+    """A device that slows down does so for both candidates."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -114,7 +112,7 @@ def test_candidates_are_timed_alternately_and_slow_ones_less_often(
     candidates = [candidate("ours", 1.0), candidate("other", 1.005)]
     ours, other = timing.seconds_alternating(candidates, calls=20, enough=0.24)
     assert cost < ours < other < 2 * cost
-    before = 2 * (2 + 1)  # two that warm up, one that tells how many to time
+    before = 2 * (2 + 1)  # two calls that warm up, and one that decides how many are timed
     assert order[before:] == (["ours"] * calls + ["other"] * calls) * rounds
 
 
@@ -135,7 +133,7 @@ def test_timing_on_a_slow_device_ends_before_the_deadline(monkeypatch):
         return mx.zeros(1)
 
     pairs = [(lambda: work(1.0), lambda: work(0.5))] * 2
-    monkeypatch.setattr(fallbacks, "prompts", lambda _: pairs)
+    monkeypatch.setattr(attention, "timed_prefill", lambda *_: pairs)
     assert measure(Check("varlen_prefill", SHAPE, 16)).ratio == 2
     assert now[0] < 0.75 * isolated.DEADLINE
 

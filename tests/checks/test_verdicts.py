@@ -1,4 +1,4 @@
-"""What the checks find of kernels, right and miscompiled, and what is remembered of it."""
+"""The checks find right kernels and miscompiled ones, and the results are remembered."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.kernels.broken_machine import MISCOMPILED, miscompile
+from tests.support.kernels.broken_machine import miscompile
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check, CheckResult, MixtureShape, Speed
@@ -39,7 +39,7 @@ USE = KernelUse((SHAPE,), 8)
 
 @pytest.fixture
 def found(monkeypatch):
-    """Checks are not run, but have the given results, by kernel -> the checks that would run."""
+    """(kernel -> the result that its checks get without a run, the checks that would run)"""
     results, ran = {}, []
 
     def run(check, timed):
@@ -53,38 +53,69 @@ def found(monkeypatch):
 # What is checked
 
 
-def kernels(use: KernelUse) -> list[str]:
-    return sorted({check.kernel for check in checks_for(use)})
+def kernels(use: KernelUse) -> set[str]:
+    return {check.kernel for check in checks_for(use)}
 
 
-def test_only_what_a_model_uses_is_checked():
-    attention = ["gather_rows", "kv_gather", "kv_write", "merge_partitions", "paged_decode"]
-    assert kernels(replace(USE, shares_prefix=False)) == sorted([*attention, "varlen_prefill"])
-    conv = ConvShape(64, 4, True, True, mx.bfloat16)
-    assert kernels(KernelUse((), 16, recurrences=(conv,))) == ["causal_conv"]
-    state = RecurrenceShape(1, 4, 32, 32, mx.bfloat16, delta=False)
-    assert kernels(KernelUse((), 16, recurrences=(conv, state))) == ["causal_conv", "gated_delta"]
-    mamba = KernelUse((), 16, (), (64,), (WeightShape(64, 64),), recurrences=(conv, state))
-    fused = ["add_rms_norm", "causal_conv", "gated_delta", "skinny_gemm"]
-    assert kernels(mamba) == fused
-    window = replace(SHAPE, window=9)
-    assert "shared_prefix" not in kernels(replace(USE, shapes=(window,)))
-    assert "shared_prefix" in kernels(replace(USE, shapes=(window, SHAPE)))
-    wide = replace(SHAPE, k_head_dim=512, v_head_dim=512)
-    assert kernels(replace(USE, shapes=(wide,))) == attention
-    quantised = replace(USE, shapes=(replace(SHAPE, kv_bits=8),), ropes=(RopeShape(32),))
-    expected = ["fused_decode", "gather_rows", "kv_gather_quantised", "kv_write_quantised"]
-    expected += ["merge_partitions", "paged_decode", "rope_write", "shared_prefix"]
-    assert kernels(quantised) == [*expected, "varlen_prefill"]
-    turned = set(kernels(replace(USE, ropes=(RopeShape(32),)))) - set(kernels(USE))
-    assert turned == {"rope_write", "fused_decode"}
-    assert set(kernels(replace(USE, hidden_sizes=(64,)))) - set(kernels(USE)) == {"add_rms_norm"}
-    weights = tuple(WeightShape(64, depth) for depth in (96, 32, 64))
-    assert kernels(replace(USE, weights=weights)) == kernels(USE)  # float32
-    products = checks_for(replace(USE, shapes=(BFLOAT16,), weights=weights))
+CONV = ConvShape(64, 4, True, True, mx.bfloat16)
+STATE = RecurrenceShape(1, 4, 32, 32, mx.bfloat16, delta=False)
+WEIGHTS = tuple(WeightShape(64, depth) for depth in (96, 32, 64))
+WINDOW = replace(SHAPE, window=9)
+IN_STORE = "kv_write kv_gather gather_rows paged_decode merge_partitions "
+IN_PACKED_STORE = (
+    "kv_write_quantised kv_gather_quantised gather_rows paged_decode merge_partitions "
+)
+NEW_ROWS = "rope_write fused_decode "
+PREFIX, PROMPTS, NORM, PRODUCT = (
+    "shared_prefix ",
+    "varlen_prefill ",
+    "add_rms_norm ",
+    "skinny_gemm ",
+)
+# A use, some kernels that the model uses, and some that it does not use.
+USED = {
+    "no prefix": (replace(USE, shares_prefix=False), IN_STORE + PROMPTS, PREFIX + NEW_ROWS + NORM),
+    "a window": (replace(USE, shapes=(WINDOW,)), IN_STORE, PREFIX),
+    "a window in some layers": (replace(USE, shapes=(WINDOW, SHAPE)), PREFIX, NEW_ROWS),
+    "wide heads": (
+        replace(USE, shapes=(replace(SHAPE, k_head_dim=512, v_head_dim=512),)),
+        IN_STORE,
+        PROMPTS + PREFIX,
+    ),
+    "a quantised store": (
+        replace(USE, shapes=(replace(SHAPE, kv_bits=8),), ropes=(RopeShape(32),)),
+        IN_PACKED_STORE + PROMPTS + PREFIX + NEW_ROWS,
+        "kv_write kv_gather",
+    ),
+    "a rotation": (replace(USE, ropes=(RopeShape(32),)), IN_STORE + NEW_ROWS, NORM),
+    "a rotation of more than a head": (replace(USE, ropes=(RopeShape(64),)), IN_STORE, NEW_ROWS),
+    "a hidden size": (replace(USE, hidden_sizes=(64,)), IN_STORE + NORM, NEW_ROWS + PRODUCT),
+    "products in float32": (replace(USE, weights=WEIGHTS), IN_STORE, PRODUCT),
+    "a convolution": (
+        KernelUse((), 16, recurrences=(CONV,)),
+        "causal_conv",
+        "gated_delta " + IN_STORE,
+    ),
+    "a state": (
+        KernelUse((), 16, (), (64,), (WeightShape(64, 64),), recurrences=(CONV, STATE)),
+        "causal_conv gated_delta " + NORM + PRODUCT,
+        IN_STORE + NEW_ROWS + "gated_rms_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_only_what_a_model_uses_is_checked(name):
+    use, used, unused = USED[name]
+    assert set(used.split()) <= kernels(use)
+    assert kernels(use).isdisjoint(unused.split())
+
+
+def test_products_are_checked_at_the_least_and_the_greatest_depth_of_each_quantisation():
+    products = checks_for(replace(USE, shapes=(BFLOAT16,), weights=WEIGHTS))
     products = [(*c.shape[:2], c.shape.biased) for c in products if c.kernel == "skinny_gemm"]
     assert products == [(5, (64, 32, None), False), (64, (64, 96, None), True)]
-    mixed = (*weights, WeightShape(64, 64, IN_4_BITS), WeightShape(9, 64, IN_8_BITS))
+    mixed = (*WEIGHTS, WeightShape(64, 64, IN_4_BITS), WeightShape(9, 64, IN_8_BITS))
     checks = checks_for(replace(USE, shapes=(BFLOAT16,), weights=mixed))
     assert {c.shape[:2] for c in checks if c.kernel == "skinny_gemm"} == {
         (5, (64, 32, None)),
@@ -104,8 +135,6 @@ def test_every_shape_and_every_rotation_is_checked_but_not_each_with_each():
     assert {c.rope for c in fused} == set(ropes)
     assert len(fused) == 3
     assert len([c for c in checks if c.kernel == "rope_write"]) == 2
-    # A rotation of more dims than heads have belongs to no attention.
-    assert "rope_write" not in kernels(replace(USE, ropes=(RopeShape(64),)))
 
 
 def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
@@ -114,7 +143,6 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
     assert len([c for c in both if c.kernel == "paged_decode"]) == 2
 
 
-PRODUCT = WeightShape(100, 1056, IN_4_BITS)
 UNLIKE = {
     "masks": KernelUse((replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (RopeShape(32),)),
     "dims": KernelUse(
@@ -129,7 +157,11 @@ UNLIKE = {
         (replace(SHAPE, window=50, kv_bits=8),), 16, (RopeShape(32, eps=1e-6),)
     ),
     "frequencies": KernelUse(
-        (BFLOAT16,), 32, (RopeShape(16, base=None, eps=1e-6),), (96,), (PRODUCT,)
+        (BFLOAT16,),
+        32,
+        (RopeShape(16, base=None, eps=1e-6),),
+        (96,),
+        (WeightShape(100, 1056, IN_4_BITS),),
     ),
 }
 
@@ -259,7 +291,7 @@ def test_a_kernel_that_is_clearly_slower_is_replaced(found, tmp_path):
 
 
 def test_prompts_of_all_layers_go_the_way_that_serves_them_all(found):
-    """`gather` if that is faster for one of them."""
+    """Prompts use `gather` if that is faster for one of the layers."""
     results, _ = found
     results["varlen_prefill"] = CheckResult(None, 0.0, speed=Speed(1e-4, 1e-4))
     assert verify(USE) == Verdict({}, "varlen")
@@ -280,9 +312,13 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("rope_write", SHAPE), ("fused_decode", SHAPE), ("shared_prefix", SHAPE),
-     ("latent_write", LATENT)],
-)  # fmt: skip
+    [
+        ("rope_write", SHAPE),
+        ("fused_decode", SHAPE),
+        ("shared_prefix", SHAPE),
+        ("latent_write", LATENT),
+    ],
+)
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -293,8 +329,7 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
 )
 def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, text, wrong):
     """Only that kernel is replaced, and only for models that have a factor."""
-    monkeypatch.setitem(MISCOMPILED, name, (text, wrong))
-    miscompile(monkeypatch, name)
+    miscompile(monkeypatch, name, (text, wrong))
     dims = 16 if shape.latent else 24
     for factor in (1.0, YARN_FACTOR):
         use = KernelUse((shape,), 16, (RopeShape(dims, factor=factor),))
@@ -307,7 +342,5 @@ def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, te
 def test_large_logits_that_overflow_are_noticed(count, dtype, monkeypatch):
     check = Check("expert_topk", MixtureShape(ExpertShape(count, 64, 64), dtype))
     assert run(check).passed
-    fault = "scores[s] - top)", "scores[s] - 0.5f * top)"
-    monkeypatch.setitem(MISCOMPILED, "expert_topk", fault)
-    miscompile(monkeypatch, "expert_topk")
+    miscompile(monkeypatch, "expert_topk", ("scores[s] - top)", "scores[s] - 0.5f * top)"))
     assert not run(check).passed

@@ -14,13 +14,20 @@ from vllm_metal_lite.cli.main import main
 
 # A command line, and words of the one line on stderr.
 USAGE = {
-    "": "", "bogus": "", "generate": "", "generate /": "", "generate /nowhere/in.jsonl": "",
+    "": "",
+    "bogus": "",
+    "generate": "",
+    "generate /": "",
+    "generate /nowhere/in.jsonl": "",
     "generate /dev/null -o /nowhere/out.jsonl": "",
     "chat --nope": "error: unrecognized arguments: --nope (see vllm-metal-lite chat --help)",
     "chat a b": "error: unrecognized arguments: b (see vllm-metal-lite chat --help)",
-    "chat --block-size 7": "error: --block-size", "chat --block-size many": "error: --block-size",
-    "chat --dtype int4": "error: --dtype", "chat --memory-fraction nan": "error: --memory",
-    "chat --stop=": "error: --stop", "chat --max-tokens 0": "error: --max-tokens",
+    "chat --block-size 7": "error: --block-size",
+    "chat --block-size many": "error: --block-size",
+    "chat --dtype int4": "error: --dtype",
+    "chat --memory-fraction nan": "error: --memory",
+    "chat --stop=": "error: --stop",
+    "chat --max-tokens 0": "error: --max-tokens",
     "chat --structured-outputs '{x'": "--structured-outputs: not JSON: Expecting property name",
     """chat --structured-outputs '{"x": 1}'""": "error: --structured-outputs has no field 'x'; ",
     "launch claude --print --port 0": "error: argument --port: must be an integer from 1 to",
@@ -45,7 +52,7 @@ USAGE = {
     "serve --pin nobody": "--pin nobody: no such model; the models are: demo",
     "serve --chat-format x=hermes": "--chat-format x=hermes: no such model; the models are: demo",
     "serve --chat-format demo=x": "--chat-format must be one of cohere, ",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", [(), ("chat",), ("generate",), ("bench",), ("serve",)])
@@ -81,7 +88,7 @@ def test_a_bad_command_line_is_one_line_and_2(line, capsys):
 
 
 def test_a_warning_of_the_package_is_a_line_on_stderr(monkeypatch, capsys):
-    logger = logging.getLogger("vllm_metal_lite.model.fit")
+    logger = logging.getLogger("vllm_metal_lite.model.trial")
     monkeypatch.setattr("vllm_metal_lite.cli.doctor.run", lambda _: logger.warning("%d%% slow", 50))
     main(["doctor"])
     assert capsys.readouterr() == ("", "warning: 50% slow\n")

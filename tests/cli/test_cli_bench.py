@@ -7,13 +7,14 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.support.server.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite import benchmark
 from vllm_metal_lite.benchmark import SETTLED, Load, Run, ThisEngine, drive, firsts, steady
-from vllm_metal_lite.cli import machine, shared_report
-from vllm_metal_lite.cli.bench import COLUMNS, BenchCase, Suite, make_cases, summary, table
+from vllm_metal_lite.cli import shared_report
+from vllm_metal_lite.cli.bench import COLUMNS, Suite, make_cases, summary, table
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
@@ -181,18 +182,17 @@ def test_a_time_limit_skips_and_says_how_long(monkeypatch, seconds):
     """The limit ends before the first step, and before request 1 has its first token."""
     engine = Script(monkeypatch, [0], [0])
     monkeypatch.setattr("vllm_metal_lite.cli.bench.time", benchmark.time)
-    model = SimpleNamespace(tokenizer=None, vocab_size=9)
-    tried = Suite({"ours": lambda _: engine}, model, 4, 10**9, seconds, stop=lambda: False)
-    tried.run([BenchCase(2, 8, 50)])
+    engines = {"ours": lambda _: engine}
+    tried = Suite(engines, np.arange(9), 4, 50, 10**9, seconds, stop=lambda: False)
+    tried.run([(2, 8)])
     why = "did not end within the time limit"
     assert tried.rows == [{"requests": 2, "context": 8, "skipped": why}]
     assert engine.ended
 
 
 def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
-    cases = make_cases([1, 4], [8, 500], 8, 100, EngineConfig())
-    assert cases == sorted(cases, key=lambda case: case.requests * case.context)
-    assert all(case.context + case.max_tokens <= 100 for case in cases)
+    cases, room = make_cases([1, 4], [8, 500], 8, 100, EngineConfig())
+    assert cases == [(1, 8), (4, 8), (1, 100 - room), (4, 100 - room)]
     with pytest.raises(RequestError, match=r"--new-tokens 8 needs .* context of 10 tokens"):
         make_cases([1], [8], 8, 10, EngineConfig())
     one_a_step = EngineConfig(max_num_batched_tokens=1, max_num_seqs=4096)
@@ -206,12 +206,12 @@ def test_requests_have_room_for_their_tokens_while_others_wait(policy, threshold
     """The engine itself, with a case whose prompts take many steps."""
     options = {"prefill_policy": policy, "long_prefill_token_threshold": threshold}
     config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=5, speculate="off", **options)
-    (case,) = make_cases([5], [64], 8, 300, config)
+    _, room = make_cases([5], [64], 8, 300, config)
     engine = ThisEngine(LLMEngine(load_model("demo"), replace(config, num_blocks=200)))
-    load = Load([[i + 1] * 64 for i in range(5)], [case.max_tokens] * 5, [SETTLED + 8] * 5)
+    load = Load([[i + 1] * 64 for i in range(5)], [room] * 5, [SETTLED + 8] * 5)
     counts = [len(tokens) for tokens in drive(engine, load).tokens]
     assert min(counts) == SETTLED + 8
-    assert max(counts) <= case.max_tokens <= max(counts) + 2
+    assert max(counts) <= room <= max(counts) + 2
 
 
 def test_a_ratio_above_1_means_that_ours_is_better():
@@ -252,16 +252,16 @@ def test_a_report_is_never_overwritten(tmp_path):
     write_json("/dev/null", {})
 
 
-def test_the_facts_of_a_mac(monkeypatch):
-    tools = {
-        "sysctl": "Apple M3 Max\n",
-        "ioreg": '+-o AGXAcceleratorG15X\n    | "gpu-core-count" = 40\n',
-    }
+def test_the_facts_of_a_mac(monkeypatch, tmp_path):
+    tools = {"sysctl": "Apple M3 Max", "ioreg": '    | "gpu-core-count" = 40'}
+    for name, said in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
-    monkeypatch.setattr(machine, "_output", lambda tool, *_: tools[tool])
-    facts = machine.facts()
+    facts = shared_report.machine_facts()
     found = facts["chip"], facts["gpu_cores"], facts["system"]
     assert found == ("Apple M3 Max", 40, "macOS 15.1")
-    tools["ioreg"] = ""
-    assert machine.facts()["gpu_cores"] is None
+    (tmp_path / "ioreg").write_text("#!/bin/sh\n")
+    assert shared_report.machine_facts()["gpu_cores"] is None

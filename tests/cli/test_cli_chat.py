@@ -261,34 +261,38 @@ def test_a_failed_step_takes_the_message_back(monkeypatch):
     assert conversation.ask("hello", lambda text: None).end == "max_tokens"
 
 
-def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
+@pytest.fixture
+def piped(monkeypatch, capsys):
+    """Runs the command with this text on stdin; returns (exit code, stdout, stderr)."""
+
+    def run(text: str | bytes, *flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", pipe(text))
+        return main(
+            ["chat", str(model_folder()), "--temperature", "0", *flags]
+        ), *capsys.readouterr()
+
+    return run
+
+
+def test_a_pipe_gets_only_the_answer(piped):
     message = "hello\nwörld 🎉"
-    flags = ["--temperature", "0", "--max-tokens", "30", "--system", "be brief"]
-    monkeypatch.setattr(sys, "stdin", pipe(f"\n{message}\n\n"))
-    assert main(["chat", str(model_folder()), *flags]) == 0
-    out, err = capsys.readouterr()
-    assert err == "The answer was cut off at 30 tokens (--max-tokens).\n"
+    flags = "--max-tokens", "30", "--system", "be brief"
+    code, out, err = piped(f"\n{message}\n\n", *flags)
+    assert (code, err) == (0, "The answer was cut off at 30 tokens (--max-tokens).\n")
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": message}]
     llm = LLM(str(model_folder()), max_num_seqs=1)
     answer = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0].text
     assert out == answer + "\n"
-
-    monkeypatch.setattr(sys, "stdin", pipe(b"\xff\xfe no UTF-8"))
-    assert main(["chat", str(model_folder()), *flags]) == 0
-    assert capsys.readouterr().err == "The answer was cut off at 30 tokens (--max-tokens).\n"
-
-    monkeypatch.setattr(sys, "stdin", pipe("x" * CONTEXT))
-    assert main(["chat", str(model_folder()), *flags]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
+    code, _, err = piped(b"\xff\xfe no UTF-8", *flags)
+    assert (code, err) == (0, "The answer was cut off at 30 tokens (--max-tokens).\n")
+    code, out, err = piped("x" * CONTEXT, *flags)
+    assert (code, out) == (1, "")
     assert f"the context holds {CONTEXT}" in err
 
 
-def test_a_piped_answer_says_that_it_is_cut(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", pipe("hello"))
-    assert main(["chat", str(model_folder()), "--temperature", "0", "--max-model-len", "64"]) == 1
-    out, err = capsys.readouterr()
-    assert out
+def test_a_piped_answer_says_that_it_is_cut(piped):
+    code, out, err = piped("hello", "--max-model-len", "64")
+    assert (code, bool(out)) == (1, True)
     assert err == "error: the answer was cut off: the context of 64 tokens is full\n"
 
 

@@ -38,20 +38,19 @@ MODEL = ServedModel("http://127.0.0.1:8000", "a/b😀", 32768, "key")
 
 
 def test_claude_finds_the_server_by_variables_and_leaves_the_account_alone():
-    setup = claude(MODEL)
-    program, flag, settings = setup.command
+    (program, flag, settings), added = claude(MODEL)
     assert (program, flag) == ("claude", "--settings")
     env = json.loads(settings)["env"]
     assert env["ANTHROPIC_BASE_URL"] == MODEL.url
     assert {v for k, v in env.items() if k.endswith("MODEL")} == {"a/b😀"}
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
     assert env["ANTHROPIC_API_KEY"] == env["CLAUDE_CODE_USE_BEDROCK"] == ""  # the user's account
-    assert setup.env == {"ANTHROPIC_AUTH_TOKEN": "key"}  # which all users of a machine must not see
-    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in claude(replace(MODEL, context=None)).command[2]
+    assert added == {"ANTHROPIC_AUTH_TOKEN": "key"}  # which all users of a machine must not see
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in claude(replace(MODEL, context=None))[0][2]
 
 
 def test_codex_gets_toml():
-    program, *flags = codex(MODEL).command
+    (program, *flags), _ = codex(MODEL)
     assert program == "codex"
     assert flags[::2] == ["-c"] * (len(flags) // 2)
     config = tomllib.loads("\n".join(flags[1::2]))
@@ -63,7 +62,7 @@ def test_codex_gets_toml():
 def test_opencode_gets_json_with_what_the_user_s_variable_has(monkeypatch):
     own = {"theme": "dark", "model": "x/y", "provider": {"x": {"name": "X"}}}
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
-    config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
+    config = json.loads(opencode(MODEL)[1]["OPENCODE_CONFIG_CONTENT"])
     assert (config["theme"], config["provider"]["x"]) == ("dark", {"name": "X"})
     name, model = config["model"].split("/", 1)
     assert config["provider"][name]["models"][model]["limit"]["context"] == 32768

@@ -19,10 +19,8 @@ from vllm_metal_lite.model.loader import load, preview
 from vllm_metal_lite.runner.step_peak import estimated_step_peak, step_peak_bytes
 
 # One of each way to run.
-_RUNS = {
-    "llama": "packed", "gemma3_text": "packed", "deepseek_v3": "packed", "qwen3_next": "packed",
-    "mamba": "in sequences", "baichuan_m1": "by segment",
-}  # fmt: skip
+_RUNS = dict.fromkeys(("llama", "gemma3_text", "deepseek_v3", "qwen3_next"), "packed")
+_RUNS |= {"mamba": "in sequences", "baichuan_m1": "by segment"}
 
 
 @pytest.fixture(autouse=True)

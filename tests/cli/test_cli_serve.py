@@ -93,17 +93,3 @@ def test_the_command_with_everything(tmp_path):
     assert "warning: /v1/chat/completions: fields of requests are ignored: 'surprise'" in err
     assert "secret" not in err
     assert "Traceback" not in err
-
-
-@pytest.mark.long
-def test_nobody_reads_the_output(tmp_path):
-    """`serve --log-requests | head -1`: requests are still served."""
-    with serve_command(tmp_path / "err", "--log-requests") as command:
-        url = command.url()
-        command.stop_reading()
-        for _ in range(2):
-            reply = httpx.post(f"{url}/v1/chat/completions", json=HI, timeout=SAFETY)
-            assert reply.status_code == 200
-        command.signal(signal.SIGTERM)
-        command.leave()
-    assert "Traceback" not in command.err.read_text()

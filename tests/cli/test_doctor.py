@@ -164,26 +164,42 @@ def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, 
 
 @pytest.fixture
 def no_work(a_gpu, monkeypatch):
-    """All parts pass without running.  Tests change these results."""
-    monkeypatch.setattr(verdicts, "remember", lambda _: None)
+    """All parts pass without running.  Tests change these results, or put an error in their place.
+
+    asked: the lists of checks that were to be run.
+    """
     results = [CheckResult(check, 0.0) for check in doctor.checks_for(TINY)]
     found = {"results": results, "order": [Outcome("one", 9, None)], "answers": EQUAL}
+    found |= {"bandwidth": 100e9, "asked": []}
 
     def check(checks, progress, *, timed, known):
+        found["asked"].append(checks)
         for number, check in enumerate(checks):
             progress(number, len(checks), check)
-        yield from found["results"] if timed else ()
+        for result in found["results"] if timed else ():
+            if isinstance(result, BaseException):
+                raise result
+            yield result
 
+    def given(part):
+        return Mock(side_effect=lambda *_: raised_or(found[part]))
+
+    monkeypatch.setattr(verdicts, "remember", lambda _: None)
     monkeypatch.setattr(isolated, "results", check)
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda: 100e9)
-    monkeypatch.setattr(ordering, "stress", lambda: found["order"])
-    monkeypatch.setattr(compare_tokens, "compare", lambda *_: found["answers"])
+    monkeypatch.setattr(speed, "copy_bandwidth", given("bandwidth"))
+    monkeypatch.setattr(ordering, "stress", given("order"))
+    monkeypatch.setattr(compare_tokens, "compare", given("answers"))
     return found
 
 
-def test_answers_that_cannot_be_compared_are_no_problem(no_work, monkeypatch, capsys):
-    too_large = Mock(side_effect=OutOfMemoryError("demo does not fit"))
-    monkeypatch.setattr(compare_tokens, "compare", too_large)
+def raised_or(value):
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def test_answers_that_cannot_be_compared_are_no_problem(no_work, capsys):
+    no_work["answers"] = OutOfMemoryError("demo does not fit")
     assert run() == 0
     out = capsys.readouterr().out
     assert "Answers:   not compared: demo does not fit" in out
@@ -202,18 +218,24 @@ def launches_out_of_order(found):
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (a_slow_kernel, 0, [
-            "Bandwidth: a copy moves 100 GB/s\n",
-            "1,000 us, its fallback 100 us",
-            "SLOW: right, and 10.0 times slower than its fallback",
-            "uses the fallback where that is faster; please open an issue",
-            "everything is right, but a kernel is slow",
-        ]),
-        (launches_out_of_order, 1, [
-            "Order:     WRONG, all: read 3 saw 1", "use `--attention reference`"
-        ]),
+        (
+            a_slow_kernel,
+            0,
+            [
+                "Bandwidth: a copy moves 100 GB/s\n",
+                "1,000 us, its fallback 100 us",
+                "SLOW: right, and 10.0 times slower than its fallback",
+                "uses the fallback where that is faster; please open an issue",
+                "everything is right, but a kernel is slow",
+            ],
+        ),
+        (
+            launches_out_of_order,
+            1,
+            ["Order:     WRONG, all: read 3 saw 1", "use `--attention reference`"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_found_is_said(no_work, capsys, change, code, words):
     change(no_work)
     assert run() == code
@@ -233,19 +255,18 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
     assert ("use `--attention reference`" in out) == (not is_tie)
 
 
-def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, capsys):
+def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, capsys):
     hung = replace(no_work["results"][0], failure="hangs: no result after 60 s", ended=True)
     no_work["results"][0] = hung
-    for module, part in (ordering, "stress"), (speed, "copy_bandwidth"):
-        monkeypatch.setattr(module, part, lambda: pytest.fail("must not begin"))
+    no_work["order"] = no_work["bandwidth"] = AssertionError("must not begin")
     assert run() == 1
     out = capsys.readouterr().out
     assert "hangs: no result after 60 s" in out
     assert "Order:     not checked" in out
 
 
-def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(compare_tokens, "compare", Mock(side_effect=KeyboardInterrupt))
+def test_ctrl_c_keeps_what_is_known(no_work, capsys, tmp_path):
+    no_work["answers"] = KeyboardInterrupt()
     file = tmp_path / "report.json"
     assert run("--report", str(file)) == 130
     out = capsys.readouterr().out
@@ -257,14 +278,9 @@ def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
     assert report["answers"] is None
 
 
-def test_ctrl_c_in_the_checks_keeps_the_results_before_it(no_work, monkeypatch, capsys):
+def test_ctrl_c_in_the_checks_keeps_the_results_before_it(no_work, capsys):
     done = [replace(result, error=inf) for result in no_work["results"][:2]]
-
-    def check(*_, **__):
-        yield from done
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(isolated, "results", check)
+    no_work["results"] = [*done, KeyboardInterrupt()]
     report = report_of(capsys, code=130)
     assert [c["check"] for c in report["checks"]] == [str(result.check) for result in done]
     assert report["of_checks"] > len(done)
@@ -315,15 +331,8 @@ def test_no_check_begins_when_the_time_is_over(a_gpu, monkeypatch, capsys, tmp_p
     assert report["problems"] == []
 
 
-def test_full_adds_shapes(no_work, monkeypatch):
-    asked = []
-
-    def check(checks, *_, **__):
-        asked.append(checks)
-        yield from ()
-
-    monkeypatch.setattr(isolated, "results", check)
+def test_full_adds_shapes(no_work):
     run("--full")
-    timed, more = asked
+    timed, more = no_work["asked"]
     assert len(more) > 500
     assert not set(timed) & set(more)

@@ -1,4 +1,4 @@
-"""One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
+"""Steps that run one ahead change no request's tokens and no block's owner."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 def is_eos(token: int) -> bool:
-    """Answers also end at tokens that nobody foresees."""
+    """Answers also end at stop tokens, which the scheduler cannot predict."""
     return token % 29 == 0
 
 
@@ -57,14 +57,14 @@ def play(seed: int) -> StoppingEngine:
 @pytest.mark.long
 def test_any_workload_gives_every_request_its_own_tokens():
     engines = [play(seed) for seed in range(400)]
-    assert sum(e.pipeline.num_ahead for e in engines) > 8000
+    assert sum(e.in_flight.pipeline.num_ahead for e in engines) > 8000
     assert sum(e.num_dropped for e in engines) > 150
     assert sum(e.scheduler.num_preemptions for e in engines) > 20
     assert sum(e.scheduler.counts.prefix_cache_hit_tokens for e in engines) > 800
 
 
 def noted(engine: FakeEngine) -> list[list[tuple[str, int, int]]]:
-    """What each step computes, from now on."""
+    """A list that gets the shape of each step from now on."""
     shapes, schedule = [], engine.scheduler.schedule
 
     def noting(*args) -> SchedulerOutput:
@@ -162,11 +162,13 @@ def test_a_chunk_goes_on_and_the_last_one_is_followed_by_a_decode():
 
 def test_whose_last_token_is_under_way_leaves_its_seat_and_blocks_to_others():
     engine, (first, second) = running(waiting=1, max_tokens=2)
-    assert (first.req_index, first.num_blocks, first.status) == (None, 0, RequestStatus.RUNNING)
+    seats = engine.in_flight.seats.req_index
+    assert first not in seats
+    assert (first.num_blocks, first.status) == (0, RequestStatus.RUNNING)
     ahead = launch(engine)
     assert shape(ahead) == [("r1", 4, 1), ("r2", 0, 1)]
     newcomer = ahead.admitted[0]
-    assert newcomer.req_index not in (None, second.req_index)
+    assert seats[newcomer] != seats[second]
 
 
 def test_a_waiting_request_joins_the_step_ahead():
@@ -179,7 +181,7 @@ def test_tokens_are_waited_for_when_somebody_must_be_preempted():
     engine, _ = running(num_blocks=5, max_tokens=9)
     while engine.in_flight.outputs[0].segments[0].num_computed < 7:
         assert not engine.scheduler.may_preempt()
-        engine._finish(*engine.in_flight.finish())
+        engine._finish(engine.in_flight.finish())
         launch(engine)
         engine.in_flight.advance()
     assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
@@ -188,7 +190,7 @@ def test_tokens_are_waited_for_when_somebody_must_be_preempted():
 
 
 def test_a_failure_takes_back_both_steps_and_loses_nothing():
-    """A decode, one whose last token was under way, and one admitted in the step ahead."""
+    """One request decodes, one waits for its last token, and the step ahead has admitted one."""
     engine, (first, second) = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
     assert shape(launch(engine)) == [("r1", 4, 1), ("r2", 0, 1)]
     engine.in_flight.rollback()
@@ -219,7 +221,7 @@ VARIANTS = {
 @pytest.mark.parametrize("budget", [48, 12])
 @pytest.mark.parametrize("how", VARIANTS)
 def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
-    """Chunks, ends that nobody foresees, arrivals, aborts, preemptions, prefix cache hits."""
+    """The runs have chunks, stop tokens, arrivals, aborts, preemptions and prefix cache hits."""
     answers, metrics = [], []
     for ahead in (False, True):
         engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
@@ -254,12 +256,12 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
     assert metrics[0]["decode_tokens"] == metrics[1]["decode_tokens"]
 
 
-def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
+def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built():
     engine = tiny.engine()
     order = []
     execute, finish = engine.runner.execute, engine._finish
-    monkeypatch.setattr(engine.runner, "execute", lambda *a: (order.append("run"), execute(*a))[1])
-    monkeypatch.setattr(engine, "_finish", lambda *a: (order.append("read"), finish(*a))[1])
+    engine.runner.execute = lambda *a: (order.append("run"), execute(*a))[1]
+    engine._finish = lambda *a: (order.append("read"), finish(*a))[1]
     engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
     tiny.run(engine)
     assert order == ["run", *["run", "read"] * 2, "read"]  # a prompt and two decodes
@@ -267,11 +269,17 @@ def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("llama", "mixed"), ("llama", "alternate"), ("llama", "whole"), ("gemma3_text", "mixed"),
-     ("granitemoehybrid", "mixed"), ("gpt_oss", "mixed")],
-)  # fmt: skip
+    [
+        ("llama", "mixed"),
+        ("llama", "alternate"),
+        ("llama", "whole"),
+        ("gemma3_text", "mixed"),
+        ("granitemoehybrid", "mixed"),
+        ("gpt_oss", "mixed"),
+    ],
+)
 def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name, policy):
-    """Chunks, mixed steps, fewer seats than prompts; nobody waits for a token."""
+    """There are chunks, mixed steps and fewer seats than prompts, and nothing waits for a token."""
     options = {"num_blocks": 40, "max_num_batched_tokens": 24, "long_prefill_token_threshold": 16}
     engine = tiny.engine(name, max_num_seqs=3, prefill_policy=policy, **options)
     prompts, counts = tiny.prompts(9, 3, 40, seed=5), [1 + i % 4 for i in range(9)]
@@ -301,7 +309,7 @@ def test_blocks_that_are_filled_ahead_are_found_by_others():
     engine = tiny.engine()
     prompt, greedy = tiny.prompts(1, 20, 20)[0], tiny.greedy(30)
     answer = tiny.ask(engine, prompt, greedy).outputs[0].token_ids
-    # Of 49 in the store, in blocks of 8.
+    # 49 tokens are in the store, and six full blocks of 8 can be found.
     assert tiny.ask(engine, prompt + answer, greedy).num_cached_tokens == 48
 
 
@@ -310,9 +318,9 @@ def test_blocks_that_are_filled_ahead_are_found_by_others():
 def test_a_step_is_submitted_when_the_one_before_is_done_unless_they_may_overlap(
     monkeypatch, overlaps, length
 ):
-    """Steps that decode, and steps of nothing but a chunk, which sample nothing."""
+    """Some steps decode.  Others are one chunk, and sample nothing."""
     engine = tiny.engine(attention="reference", max_num_batched_tokens=10)
-    monkeypatch.setattr(engine.runner.attention, "overlaps", overlaps, raising=False)
+    engine.runner.attention.overlaps = overlaps
     prompt = tiny.prompts(1, length, length)[0]
     engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=30))
     for _ in range(3):
@@ -356,7 +364,7 @@ llm = LLM({str(folder)!r})
 llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
 for _ in range(5):
     llm.engine.step()
-assert llm.engine.pipeline.steps
+assert llm.engine.in_flight.pipeline.steps
 """
     ended = run_python("-c", script)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -369,7 +377,7 @@ def test_an_id_may_be_used_again_while_its_last_step_is_under_way():
     engine.add_request("a", prompts[0], greedy)
     for _ in range(4):
         engine.step()
-    assert engine.pipeline.steps
+    assert engine.in_flight.pipeline.steps
     engine.abort("a")
     engine.add_request("a", prompts[1], greedy)
     expected = tiny.alone(tiny.native("llama"), prompts[1], 12)

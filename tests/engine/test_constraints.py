@@ -4,6 +4,7 @@ The constraints are lists of allowed tokens by position, with runs of one token 
 packs into one segment.
 """
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.support.engine.slots import alone as tokens_alone
 from tests.support.models import tiny_models as tiny
 from tests.support.models.tiny_models import greedy
 from vllm_metal_lite.config import PREFILL_POLICIES
-from vllm_metal_lite.engine import constraints, intake
+from vllm_metal_lite.engine import intake
 from vllm_metal_lite.sampling_params import SamplingParams
 
 VOCAB = tiny.VOCAB
@@ -66,7 +67,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     constrained(engine, slots)
     limits = zip(slots, prompts, strict=True)
     alone = {r: tokens_alone(tiny.native(name), p, slots[r], wanted[r]) for r, p in limits}
-    engine.speculator = Guesses(engine, alone, seed) if rng.integers(2) else None
+    engine.in_flight.speculator = Guesses(engine, alone, seed) if rng.integers(2) else None
     build, failing = engine.runner.compiled.build, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
@@ -80,20 +81,18 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
         engine.add_request(request_id, prompt, greedy(wanted[request_id], ignore_eos=True))
     done = tiny.run(engine, MemoryError)
     assert {name: output.outputs[0].token_ids for name, output in done.items()} == alone
-    assert not engine.constraints._of
+    assert not engine.in_flight.constraints._of
 
 
-def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
+@pytest.mark.parametrize(("sampled", "steps"), [(False, 4), (True, 23)])
+def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(sampled, steps):
     slots = [[1, 2], *([t] for t in range(10, 30)), [3, 4], [5, 6]]
-    steps = {}
-    for fewest in (2, 10**6):
-        monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
-        engine = tiny.engine()
-        constrained(engine, {"r": slots})
-        tokens = tiny.ask(engine, [7, 8, 9], greedy(len(slots))).outputs[0].token_ids
-        assert tokens[1:21] == list(range(10, 30))
-        steps[fewest] = engine.metrics()["steps"]
-    assert steps == {2: 4, 10**6: 23}
+    engine = tiny.engine()
+    constrained(engine, {"r": slots})
+    params = greedy(len(slots), logprobs=0 if sampled else None)  # forced tokens would have none
+    tokens = tiny.ask(engine, [7, 8, 9], params).outputs[0].token_ids
+    assert tokens[1:21] == list(range(10, 30))
+    assert engine.metrics()["steps"] == steps
 
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
@@ -146,18 +145,18 @@ def test_forced_tokens_are_not_at_fault_for_a_prompt_of_their_step(length):
 
 @pytest.mark.parametrize(("drafted", "num_steps"), [("other", 4), ("r", 3)])
 def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
-    """They are drafts themselves, behind one of their own request or beside another one's."""
+    """They become drafts, behind a draft of their own request or beside those of another one."""
     slots = [[1, 2], [3, 4], *([t] for t in range(10, 30)), [5, 6], [7, 8]]
     prompt, model = [7, 8, 9], tiny.native("llama")
     truth = {"r": tokens_alone(model, prompt, slots, 24), "other": tiny.alone(model, prompt, 40)}
     engine = tiny.engine(speculate="auto")
     constrained(engine, {"r": slots, "other": []})
-    engine.speculator = Guesses(engine, truth, right=1.0)
-    engine.speculator.propose = lambda wanted: [
+    engine.in_flight.speculator = Guesses(engine, truth, right=1.0)
+    engine.in_flight.speculator.propose = lambda wanted: [
         truth[drafted][r.num_tokens - 3 : r.num_tokens - 2] * (r.request_id == drafted)
         for r, _ in wanted
     ]
-    engine.speculator.wants = lambda decodes: True
+    engine.in_flight.speculator.wants = lambda decodes: True
     for request_id, tokens in truth.items():
         engine.add_request(request_id, prompt, greedy(len(tokens), ignore_eos=True))
     outputs = [engine.step() for _ in range(num_steps)][-1]
@@ -166,7 +165,7 @@ def test_forced_tokens_do_not_pause_in_steps_with_drafts(drafted, num_steps):
 
 
 def test_forced_tokens_without_room_for_drafts_are_counted_once():
-    """A chunk in a step that has another request's drafts."""
+    """They are a chunk in a step that has another request's drafts."""
     choices = ([t, t + 1] for t in range(40, 60, 2))
     slots = [[1, 2], *([t] for t in range(10, 30)), *choices]
     params = SamplingParams(max_tokens=31, seed=3, frequency_penalty=1.0, ignore_eos=True)
@@ -176,8 +175,8 @@ def test_forced_tokens_without_room_for_drafts_are_counted_once():
         engine = tiny.engine(speculate="auto" if drafts else "off")
         constrained(engine, {"r": slots, "other": []})
         if drafts:
-            engine.speculator = Guesses(engine, truth, right=1.0)
-            engine.speculator.wants = lambda decodes: True
+            engine.in_flight.speculator = Guesses(engine, truth, right=1.0)
+            engine.in_flight.speculator.wants = lambda decodes: True
             room = engine.scheduler.drafts._room
             engine.scheduler.drafts._room = lambda segment: (
                 room(segment) if segment.request.request_id == "other" else 0
@@ -242,14 +241,14 @@ def test_answers_of_one_request_have_constraints_of_their_own():
     assert [len(c.seen) for c in made] == [3, 3]
 
 
-def test_penalties_count_forced_tokens_once(monkeypatch):
+def test_penalties_count_forced_tokens_once():
     """A sampled answer with penalties is the same with and without packing."""
     slots = [[1, 2, 3], *([t] for t in (5, 6, 5, 6)), *([1, 2, 3, 5, 6] for _ in range(8))]
     params = SamplingParams(max_tokens=12, seed=3, frequency_penalty=1.5, repetition_penalty=1.2)
     answers = []
-    for fewest in (2, 10**6):
-        monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
+    for logprobs in (None, 0):  # a request with log-probabilities samples all its tokens
         engine = tiny.engine()
         constrained(engine, {"r": slots})
-        answers.append(tiny.ask(engine, [5, 6, 7], params).outputs[0].token_ids)
+        asked = replace(params, logprobs=logprobs)
+        answers.append(tiny.ask(engine, [5, 6, 7], asked).outputs[0].token_ids)
     assert answers[0] == answers[1]

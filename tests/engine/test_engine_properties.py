@@ -19,10 +19,15 @@ from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
-NAMES = (
-    "llama", "llama/window/w9", "mixtral", "granitemoehybrid", "deepseek_v3", "gemma4_text",
+NAMES = [
+    "llama",
+    "llama/window/w9",
+    "mixtral",
+    "granitemoehybrid",
+    "deepseek_v3",
+    "gemma4_text",
     "recurrent_gemma",
-)  # fmt: skip
+]
 STEMS = tiny.prompts(3, 20, 45, seed=21)
 SEEDS = 35
 

@@ -82,7 +82,9 @@ def test_an_id_that_is_used_again_is_not_at_fault_for_the_step_of_an_aborted_pro
     engine.abort("x")
     engine.add_request("x", prompts[1], GREEDY)
 
-    engine.pipeline.steps[0].wait = Mock(side_effect=RuntimeError("the forward failed"))
+    engine.in_flight.pipeline.steps[0].result.wait = Mock(
+        side_effect=RuntimeError("the forward failed")
+    )
     with pytest.raises(RuntimeError, match="the forward failed"):
         engine.step()
     assert engine.requests_at_fault == []

@@ -48,7 +48,7 @@ def check(engine, bad, prompts=PROMPTS, name="llama", n=LENGTH, may_pass=False) 
 @pytest.mark.parametrize("nth", [0, 1, 4])
 @pytest.mark.parametrize(("position", "count"), [(0, 12), (3, 6), (5, 6), (11, 12)])
 def test_one_request_ends_alone(position, count, nth, place):
-    """nth: 0: its prompt fails; else its nth decode.  With and without steps ahead."""
+    """nth: the decode that fails; 0: the prompt fails.  Runs with and without steps ahead."""
     bad = {str(position): (decodes_from(nth), place)}
     for ahead in (False, True):
         engine = tiny.run_ahead(engine_of(), ahead)
@@ -94,14 +94,14 @@ def test_other_kinds_of_layers(name, nth):
 def test_with_drafts(place):
     engine = engine_of(speculate="auto")
     truth = {str(i): tokens for i, tokens in enumerate(tiny.all_alone("llama", PROMPTS, 30))}
-    engine.speculator = Guesses(engine, truth)
+    engine.in_flight.speculator = Guesses(engine, truth)
     spoil(engine, bad := {"3": (decodes_from(5), place)})
     check(engine, bad, PROMPTS[:6], n=30)
 
 
 @pytest.mark.parametrize("seats", [4, 16])
 def test_a_crowd_of_bad_requests_costs_no_good_one(seats):
-    """Many more failures in a row than those of a lost device."""
+    """More steps fail in a row than when a device is lost."""
     good, engine = (14, 15, 20), engine_of(max_num_seqs=seats)
     prompts = tiny.prompts(24, 3, 20, seed=5)
     bad = {str(i): (decodes_from(0), "launch") for i in range(24) if i not in good}
@@ -126,21 +126,25 @@ def test_a_lost_device_ends_all_requests():
 
 
 @pytest.mark.parametrize("count", [1, 6])
-def test_a_failure_that_does_not_repeat_ends_nobody(count):
+@pytest.mark.parametrize("place", ["launch", "before it"])
+def test_a_failure_that_does_not_repeat_ends_nobody(count, place):
     engine = engine_of()
-    execute, numbers = engine.runner.execute, iter(range(1000))
+    part, name = (
+        (engine.runner, "execute") if place == "launch" else (engine.in_flight.inputs, "add")
+    )
+    work, numbers = getattr(part, name), iter(range(1000))
 
     def fail_at_times(*args):
         if next(numbers) % 60 == 3:
             raise Fault("the forward failed")
-        return execute(*args)
+        return work(*args)
 
-    engine.runner.execute = fail_at_times
+    setattr(part, name, fail_at_times)
     check(engine, {}, PROMPTS[:count], n=40)
 
 
 def test_requests_that_fail_only_together_all_finish():
-    """Such as those that need too much memory: they do not start again and again."""
+    """For example, they need too much memory together.  They do not start again and again."""
     engine, failures = engine_of(), []
     execute = engine.runner.execute
 
@@ -174,7 +178,7 @@ def test_a_grammar_that_fails_ends_its_request(method):
         constraints = {name: SlotConstraint(slots, tiny.VOCAB) for name in "abc"}
         for i, (name, constraint) in enumerate(constraints.items()):
             engine.add_request(name, PROMPTS[i], tiny.greedy(20))
-            engine.constraints.add(
+            engine.in_flight.constraints.add(
                 engine._answers[name].request, constraint, engine._answers[name].params
             )
         work = getattr(constraints["b"], method)

@@ -119,6 +119,7 @@ def test_chat_goes_through_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     (output,) = llm.chat(messages, greedy(2))
     assert decode(output.prompt_token_ids) == "u:hi a:"
+    assert llm.engine.render_turn(messages)[1] == ()  # this model needs no checkpoints
     two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yo"}]], greedy(2))
     assert [decode(o.prompt_token_ids) for o in two] == ["u:hi a:", "u:hi a:yo a:"]
 
@@ -133,13 +134,17 @@ def test_parameters_and_priorities_must_match_the_prompts(llm):
     ("config", "wanted"),
     [
         ({}, SamplingParams()),
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1},
-         SamplingParams(temperature=0.6, top_k=20)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1},
+            SamplingParams(temperature=0.6, top_k=20),
+        ),
         ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0)),
-        ({"repetition_penalty": 1.1, "presence_penalty": 1.5},
-         SamplingParams(repetition_penalty=1.1, presence_penalty=1.5)),
+        (
+            {"repetition_penalty": 1.1, "presence_penalty": 1.5},
+            SamplingParams(repetition_penalty=1.1, presence_penalty=1.5),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_model_asks_for_holds_without_parameters(folder, tmp_path, config, wanted):
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     for file in folder.iterdir():
@@ -229,7 +234,7 @@ def test_text_on_the_way_never_shows_a_part_of_a_stop_string(llm, story):
 
 def test_a_stop_token_ends_the_answer_and_is_not_shown(llm, story):
     prompt, tokens = story
-    token = max(tokens, key=tokens.index)  # the one that comes first as late as can be
+    token = max(tokens, key=tokens.index)  # the token that first appears latest
     at = tokens.index(token)
     assert at > 20
     out = one(llm, prompt, greedy(60, stop_token_ids=[token]))
@@ -289,7 +294,7 @@ def check_logprobs(entry: dict, expected: np.ndarray, token: int, k: int) -> Non
 @pytest.mark.parametrize("budget", [7, 256])
 @pytest.mark.parametrize("neighbours", [0, 5])
 def test_logprobs_are_the_models_own(folder, native, budget, neighbours):
-    """In one go or in chunks, alone or preempted by neighbours."""
+    """The prompt is computed at once or in chunks, alone or preempted by neighbours."""
     options = {**OPTIONS, "num_blocks": 12, "max_model_len": 96}
     llm = LLM(str(folder), **{**options, "max_num_batched_tokens": budget})
     prompt = encode("The quick brown fox jumps over the dog")
@@ -325,7 +330,7 @@ def test_logprobs_are_taken_before_bias_and_temperature(llm, native):
 
 
 def test_penalties_follow_their_definition(llm, native):
-    """A greedy loop by hand over mlx-lm's logits."""
+    """The oracle is a greedy loop over mlx-lm's logits."""
     prompt = encode("to be or not to be")
     out = one(
         llm, prompt, greedy(20, frequency_penalty=1.5, presence_penalty=0.7, repetition_penalty=1.3)
@@ -403,17 +408,20 @@ def test_prompts_fork_at_checkpoints_that_the_caller_names(tmp_path):
     assert llm.generate(forks[2], greedy(2))[0].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize(("checkpoints", "message"), [
-    (5, "must be a list of numbers of tokens, got 5"),
-    ("ab", "must be a list of numbers of tokens, got 'ab'"),
-    ([True], "must be integers, got True"),
-    (["1"], "must be integers, got '1'"),
-    ([0], "checkpoint 0 is outside the prompt of 2 tokens"),
-    ([1, 3], "checkpoint 3 is outside the prompt of 2 tokens"),
-    ([[1], [-1]], "prompt 1: checkpoint -1 is outside the prompt of 3 tokens"),
-    ([[1], 2], "prompt 1: checkpoints must be a list"),
-    ([[1]], "1 checkpoints for 2 prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("checkpoints", "message"),
+    [
+        (5, "must be a list of numbers of tokens, got 5"),
+        ("ab", "must be a list of numbers of tokens, got 'ab'"),
+        ([True], "must be integers, got True"),
+        (["1"], "must be integers, got '1'"),
+        ([0], "checkpoint 0 is outside the prompt of 2 tokens"),
+        ([1, 3], "checkpoint 3 is outside the prompt of 2 tokens"),
+        ([[1], [-1]], "prompt 1: checkpoint -1 is outside the prompt of 3 tokens"),
+        ([[1], 2], "prompt 1: checkpoints must be a list"),
+        ([[1]], "1 checkpoints for 2 prompts"),
+    ],
+)
 def test_bad_checkpoints_are_refused(llm, checkpoints, message):
     with pytest.raises(RequestError, match=message):
         llm.generate(["ab", "abc"], greedy(1), checkpoints=checkpoints)
@@ -476,7 +484,7 @@ def test_an_engine_that_serves_coroutines_is_no_llm_s_until_it_is_shut_down(llm,
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("call", ["llm.generate('a')", "LLM('demo')", "asyncio.run(ask())"])
 def test_a_forked_child_is_refused_by_the_rule(call):
-    """MLX hangs there.  In a process of its own, because pytest has threads."""
+    """MLX hangs there.  The test uses a process of its own, because pytest has threads."""
     text = f"""
 import asyncio, os, signal
 from vllm_metal_lite import LLM, AsyncEngine

@@ -12,7 +12,7 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLM, PoolingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import resolved, truncate
-from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
 
@@ -28,7 +28,7 @@ def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]
 
 
 def all_alone(name: str, prompts, pooling: str = "last") -> list[np.ndarray]:
-    """What `together` must give."""
+    """The embeddings that `together` must give."""
     return [alone(tiny.native(name), prompt, pooling) for prompt in prompts]
 
 
@@ -114,7 +114,7 @@ def test_16_bits(dtype):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_prompt_may_fill_the_context(pooling):
-    """Beside a decode, in chunks; one token more is refused."""
+    """The prompts are computed in chunks beside a decode.  One token more is refused."""
     engine = tiny.engine(max_model_len=64, num_blocks=16, max_num_batched_tokens=24)
     prompts = tiny.prompts(3, 64, 64, seed=11)
     params = PoolingParams(pooling=pooling)
@@ -124,9 +124,9 @@ def test_a_prompt_may_fill_the_context(pooling):
         engine.add_request("x", [1] * 65, params)
 
 
-def test_a_step_of_embeddings_samples_nothing(monkeypatch):
+def test_a_step_of_embeddings_samples_nothing():
     engine = tiny.engine()
-    monkeypatch.setattr(type(engine.runner.sampler), "__call__", None)
+    engine.runner.sampler = SimpleNamespace(state=None)  # nothing to call
     together(engine, PROMPTS)
 
 
@@ -145,7 +145,7 @@ def test_aborted_requests_leave_nothing():
     engine.step()
     engine.abort(map(str, range(1, len(PROMPTS))))
     compare([tiny.run(engine)["0"].pooled], all_alone("llama", PROMPTS[:1], "mean"))
-    assert not engine.pooling._poolings
+    assert not engine.in_flight.pooling._poolings
 
 
 def test_dimensions_are_normalised_again():
@@ -172,10 +172,16 @@ def test_scores_are_log_probabilities_behind_the_prompt():
         compare([done[f"e{i}"].pooled], all_alone("llama", [prompt]))
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("pooling", "cls"), ("dimensions", 0), ("normalize", 1), ("truncate_prompt_tokens", 0),
-    ("score_token_ids", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pooling", "cls"),
+        ("dimensions", 0),
+        ("normalize", 1),
+        ("truncate_prompt_tokens", 0),
+        ("score_token_ids", []),
+    ],
+)
 def test_parameters_out_of_range_are_refused(name, value):
     with pytest.raises(RequestError, match=name):
         PoolingParams(**{name: value})

@@ -23,10 +23,8 @@ from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 
-NAMES = (
-    "qwen3_next", "lfm2", "mamba2", "kimi_linear", "rwkv7", "longcat_flash_ngram", "gemma3/w9",
-    "gpt_bigcode",
-)  # fmt: skip
+NAMES = ["qwen3_next", "lfm2", "mamba2", "kimi_linear", "rwkv7", "longcat_flash_ngram"]
+NAMES += ["gemma3/w9", "gpt_bigcode"]
 RECURRENT = (
     "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1",
     "gear", "gear/softcap", "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2",
@@ -102,14 +100,14 @@ CHECKPOINTS = st.sampled_from([0, 1, 3, 40])
 
 def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
     """Make steps fail; poisoned: state slots that nobody needs hold NaN when a step begins."""
-    execute, finish = engine.runner.execute, engine.pipeline.finish
+    execute, finish = engine.runner.execute, engine.in_flight.pipeline.finish
     pool, count, fails = engine.runner.attention.store.states, 0, False
 
     def execute_or_fail(batch: ForwardBatch, *args: Any) -> Any:
         nonlocal count, fails
         count += 1
         if poisoned and pool.num_slots:
-            free = engine.scheduler.kv.states.pool._free
+            free = engine.scheduler.kv.states._free
             poison_states(pool, set(range(pool.num_slots)) - set(free))
         if count in trouble.before:
             raise StepFailed
@@ -128,7 +126,7 @@ def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
             raise StepFailed
         return finish()
 
-    engine.runner.execute, engine.pipeline.finish = execute_or_fail, finish_or_fail
+    engine.runner.execute, engine.in_flight.pipeline.finish = execute_or_fail, finish_or_fail
 
 
 def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> None:

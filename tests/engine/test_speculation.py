@@ -31,7 +31,7 @@ def run(engine, prompts, params, truth=None, **how):
         ids = [str(i) for i in range(len(prompts))]
         if params.n > 1:
             ids = [f"{i}#{j}" for i in ids for j in range(params.n)]
-        engine.speculator = Guesses(engine, dict(zip(ids, truth, strict=True)), **how)
+        engine.in_flight.speculator = Guesses(engine, dict(zip(ids, truth, strict=True)), **how)
     return tiny.outputs(engine, prompts, params)
 
 
@@ -72,9 +72,9 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted():
     alone = tiny.alone(tiny.native("llama"), prompt, 40)
     stop = next(i for i in range(4, 40) if alone[i] not in alone[:i])
     engine = drafting("llama")
-    engine.speculator = Guesses(engine, {"0": alone}, right=1.0)
-    engine.speculator.propose = lambda wanted: [alone[1:30] for _ in wanted]
-    engine.speculator.wants = lambda decodes: True
+    engine.in_flight.speculator = Guesses(engine, {"0": alone}, right=1.0)
+    engine.in_flight.speculator.propose = lambda wanted: [alone[1:30] for _ in wanted]
+    engine.in_flight.speculator.wants = lambda decodes: True
     engine.add_request("0", prompt, greedy(40, stop_token_ids=[alone[stop]]))
     (answer,) = tiny.run(engine)["0"].outputs
     assert answer.token_ids == alone[: stop + 1]
@@ -83,16 +83,20 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted():
     assert (metrics["accepted_tokens"], metrics["decode_tokens"]) == (stop - 1, stop)
 
 
-@pytest.mark.parametrize("params", [
-    {"temperature": 0.9},
-    {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.5},
-    {"temperature": 0, "frequency_penalty": 1.5},
-    {"min_tokens": 25, "stop_token_ids": list(range(0, 96, 3))},
-    {"logit_bias": {7: 3.0, 9: -5.0}, "allowed_token_ids": list(range(40))},
-    {"logprobs": 3, "n": 3},
-    {"logprobs": 0, "prompt_logprobs": 2, "repetition_penalty": 1.2},
-], ids=lambda params: "-".join(params))  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.9},
+        {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.5},
+        {"temperature": 0, "frequency_penalty": 1.5},
+        {"min_tokens": 25, "stop_token_ids": list(range(0, 96, 3))},
+        {"logit_bias": {7: 3.0, 9: -5.0}, "allowed_token_ids": list(range(40))},
+        {"logprobs": 3, "n": 3},
+        {"logprobs": 0, "prompt_logprobs": 2, "repetition_penalty": 1.2},
+    ],
+    ids=lambda params: "-".join(params),
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_every_parameter_counts_as_without_drafts(name, params):
     prompts = tiny.prompts(3, 3, 20, seed=6)
@@ -130,7 +134,7 @@ def test_bad_words_are_matched_across_drafts(name):
     for truth in (None, [said, said]):
         engine = tiny.engine(name)
         if truth:
-            engine.speculator = Guesses(engine, {"0": truth[0]}, right=1.0)
+            engine.in_flight.speculator = Guesses(engine, {"0": truth[0]}, right=1.0)
         engine.add_request("0", prompts[0], params)
         engine._answers["0"].bad_words = words
         found.append(tiny.run(engine)["0"].outputs[0].token_ids)
@@ -148,7 +152,7 @@ def test_aborts_failures_preemption_and_the_prefix_cache(name, seed):
     engine = drafting(
         name, num_blocks=14, max_model_len=80, max_num_seqs=4, max_num_batched_tokens=24
     )
-    engine.speculator = Guesses(engine, {str(i): t for i, t in enumerate(alone)}, seed)
+    engine.in_flight.speculator = Guesses(engine, {str(i): t for i, t in enumerate(alone)}, seed)
     done, waiting, execute = {}, list(range(len(prompts))), engine.runner.execute
 
     def execute_or_fail(*args, **how):
@@ -181,7 +185,7 @@ def test_the_next_turn_starts_behind_a_drafted_answer(name):
     for truth in (None, [alone]):
         engine = tiny.engine(name, state_cache_gib=0.01)
         assert tokens_of(run(engine, [prompt], greedy(30), truth, right=1.0)) == [alone]
-        engine.speculator = None
+        engine.in_flight.speculator = None
         turn = prompt + alone + [5]
         done = tiny.ask(engine, turn, greedy(8))
         assert done.outputs[0].token_ids == tiny.alone(tiny.native(name), turn, 8)
@@ -222,9 +226,9 @@ def test_the_option_is_checked():
 def test_no_step_waits_for_drafts_that_have_no_state_slot():
     """A segment with drafts needs a second slot; here the only one belongs to the request."""
     engine = drafting("qwen3_5", max_num_seqs=1, state_cache_gib=0)
-    wants = engine.speculator.wants
+    wants = engine.in_flight.speculator.wants
     asked = []
-    engine.speculator.wants = lambda decodes: asked.append(decodes) or wants(decodes)
+    engine.in_flight.speculator.wants = lambda decodes: asked.append(decodes) or wants(decodes)
     (output,) = run(engine, [[5, 6, 7, 8] * 6], greedy(24))
     assert len(output.outputs[0].token_ids) == 24
     assert not asked

@@ -14,7 +14,6 @@ from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.engine import steps_in_flight
 from vllm_metal_lite.runner import result
-from vllm_metal_lite.scheduler import step_limit
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.step_limit import StepLimit
@@ -24,7 +23,7 @@ SECONDS = 0.5
 
 @pytest.fixture
 def clock(monkeypatch):
-    """cost: the seconds of a step, as a function of its batch; they pass while somebody waits."""
+    """A clock that moves while a step is waited for.  cost: the seconds of a step, by its batch."""
     clock = SimpleNamespace(now=100.0, cost=lambda batch: 0.01)
     wait = result.StepResult.wait
 
@@ -107,7 +106,7 @@ def rows_left(limit: StepLimit, context: int = 0) -> int:
 
 
 def test_the_first_step_of_a_width_lowers_nothing():
-    """It may have compiled."""
+    """That step may have compiled."""
     limit = StepLimit(1.0, compiles=True)
     before = rows_left(limit)
     limit.record(output(200, 0, 8.0))
@@ -125,16 +124,19 @@ def test_short_chunks_do_not_let_long_contexts_in():
     assert rows_left(limit, 100_000) < 200
 
 
+class ShortSteps(StepLimit):
+    first, least = 8, 2
+
+
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "granitemoehybrid"])
-def test_tokens_are_the_same_at_any_speed(clock, monkeypatch, name, policy):
+def test_tokens_are_the_same_at_any_speed(clock, name, policy):
     """Few blocks, drafts, scored prompts and spans beside plain ones."""
-    monkeypatch.setattr(step_limit, "_FIRST", 8)
-    monkeypatch.setattr(step_limit, "_LEAST", 2)
     random = Random(0)
     clock.cost = lambda batch: random.choice([0.001, 0.1, 1.0, 5.0])
     limited = {"max_step_seconds": SECONDS, "num_blocks": 9, "speculate": "auto"}
     engine = tiny.engine(name, prefill_policy=policy, **limited)
+    engine.scheduler.limit = ShortSteps(SECONDS, compiles=False)
     seen = []
     engine.on_step = seen.append
     prompts = tiny.prompts(6, 10, 40)

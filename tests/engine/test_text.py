@@ -38,7 +38,7 @@ tokens = st.lists(token, min_size=1, max_size=24)
 @pytest.mark.parametrize("tokenizer", WRAPPERS, ids=lambda t: type(t.detokenizer).__name__)
 @given(prompt=tokens, ids=tokens, skip=st.booleans(), reads=st.sets(st.integers(0, 23)))
 def test_text_is_the_streams_whenever_it_is_read(tokenizer, prompt, ids, skip, reads):
-    """What the stream of prompt and answer has behind the text of the prompt."""
+    """The text is what the stream of prompt and answer shows after the prompt's text."""
     grown: list[int] = []
     params = SamplingParams(skip_special_tokens=skip)
     detokenizer = Detokenizer(tokenizer, params, grown, prompt)
@@ -71,7 +71,7 @@ def add_tokens(stream, ids):
 
 
 def byte_fallback_tokenizer():
-    """As SentencePiece models have it: characters outside of the vocabulary are bytes."""
+    """Characters outside the vocabulary are bytes, as in SentencePiece models."""
     letters = ["<unk>", "\u2581", *"ab.", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = tokenizers.models.BPE(
         {t: i for i, t in enumerate(letters)}, [], unk_token="<unk>", byte_fallback=True

@@ -22,9 +22,16 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
 
-# Windows of 17 tokens (9 in /w9) beside all of the context; of 14 alone.
-NAMES = ["gemma3_text", "gpt_oss", "llama/window/w9", "llama4", "gemma4_text/shared_kv",
-         "baichuan_m1", "recurrent_gemma"]  # fmt: skip
+# Most have windows of 17 tokens (9 in /w9) beside full layers; the last two have windows alone.
+NAMES = [
+    "gemma3_text",
+    "gpt_oss",
+    "llama/window/w9",
+    "llama4",
+    "gemma4_text/shared_kv",
+    "baichuan_m1",
+    "recurrent_gemma",
+]
 
 
 # Groups
@@ -44,7 +51,7 @@ def test_layers_that_see_equally_far_back_form_a_group():
 @given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 30), st.integers(1, 9))
 @settings(max_examples=300)
 def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, block_size):
-    """By definition: all blocks with a token that any row of a chunk sees."""
+    """The definition: all blocks with a token that any row of a chunk sees."""
     group = KVGroup(window=window)
     seen = {
         at // block_size
@@ -61,7 +68,7 @@ def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, bloc
 
 
 def test_groups_that_take_blocks_from_one_pool_share_arrays():
-    """vLLM's way: the layers at one place of their groups, in blocks of their own."""
+    """As in vLLM, layers at the same index of their groups share arrays, in blocks of their own."""
     groups = [KVGroup((1,), num_blocks=4), KVGroup((0, 2), 9, num_blocks=4)]
     store = PagedStore([spec(9), spec(), spec(9)], groups, 8, shared=True)
     assert store.keys[0] is store.keys[1] is not store.keys[2]
@@ -96,7 +103,7 @@ def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
             if request.num_tokens > 110:
                 most[group.window] = max(most.get(group.window, 0), table.num_owned)
     assert tokens[0].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 60)
-    # Of 159 tokens stored, 20 blocks: the full group has all, the others what their windows touch.
+    # 159 tokens are in 20 blocks.  The full group keeps all, the others what their windows touch.
     assert most == {
         g.window: 20 if g.window is None else -(-(g.window - 1) // 8) + 1 for g in engine.kv_groups
     }
@@ -196,7 +203,7 @@ def test_names_behind_a_window_are_found_until_they_are_needed():
 
 
 def cached_tokens(engine: FakeEngine, users: int, at_once: int, is_chat: bool) -> list[int]:
-    """Of five turns of each user, with a system prompt of 40 tokens; users take turns.
+    """The cached tokens of five turns of each user, who share a system prompt of 40 tokens.
 
     is_chat: an answer is written anew, so that the next turn differs from the generation prompt on.
     """
@@ -289,7 +296,6 @@ def test_a_position_that_turns_name_counts_as_used():
 def test_chats_name_positions_where_only_some_can_be_started_from(name, caching):
     engine = tiny.engine(name, num_blocks=40, enable_prefix_caching=caching)
     assert engine.scheduler.kv.uses_checkpoints is (caching and name != "llama")
-    assert engine._chat_prompt.with_checkpoints is engine.scheduler.kv.uses_checkpoints
 
 
 # What the user is told
@@ -297,10 +303,8 @@ def test_chats_name_positions_where_only_some_can_be_started_from(name, caching)
 
 def test_the_start_up_lines_tell_what_windows_hold(tmp_path):
     folder = tiny.write_folder(tmp_path / "tiny", "gemma3_text")
-    config = EngineConfig(
-        num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8,
-        enable_prefix_caching=False,
-    )  # fmt: skip
+    options = {"num_blocks": 100, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig(block_size=8, enable_prefix_caching=False, **options)
     lines = list(describe(LLMEngine.from_name(str(folder), config)))
     assert any("store holds 800 (100 blocks of 8" in line for line in lines)
     # 3 blocks a seat; 64 tokens of a step, and a block more a seat.
@@ -327,4 +331,5 @@ def test_a_prompts_blocks_are_given_back_before_its_first_decode():
     request = engine.add(list(range(30)), max_tokens=9)
     engine.step()
     assert [t.num_owned for t in request.block_tables] == [8, 2]
-    assert np.array_equal(engine.inputs.num_blocks[request.req_index], 8)
+    seat = engine.in_flight.seats.req_index[request]
+    assert np.array_equal(engine.in_flight.inputs.num_blocks[seat], 8)

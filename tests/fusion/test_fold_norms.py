@@ -23,7 +23,7 @@ class Scaled(OnePlus):
 
 
 class Wider(OnePlus):
-    """In float32, while its rows have another type."""
+    """The weight is float32, and the rows have another type."""
 
     def __call__(self, x):
         return mx.fast.rms_norm(x, 1.0 + self.weight.astype(mx.float32), 1e-3)

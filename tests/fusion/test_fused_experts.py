@@ -1,4 +1,4 @@
-"""Mixtures of experts by the kernels give what a model's own operations give."""
+"""Mixtures of experts by the kernels give the results of a model's own operations."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.products import Summed
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels import experts
-from vllm_metal_lite.model.weights import mixtures
+from vllm_metal_lite.model.layer_weights import mixtures
 
 FEW = range(1, 65)
 
@@ -35,10 +35,11 @@ FEW = range(1, 65)
      "lfm2_moe", "qwen2_moe", "qwen3_next", "minimax"],
 )  # fmt: skip
 def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
-    """About as near to its own logits as without; its steps have 2 to 7 rows."""
+    """The logits are about as near to the model's own as without fusion.  Steps have 2 to 7
+    rows."""
     launched = set()
     watch(monkeypatch, lambda kernel, *_: launched.add(kernel))
-    odd = config_of(name)["moe_intermediate_size"] % 32  # as no model has it
+    odd = config_of(name)["moe_intermediate_size"] % 32  # no model has this format
     # Embeddings in mxfp4 are bfloat16, which rounds eight times as much.
     dtype, tolerance = (mx.bfloat16, 0.08) if "mxfp4" in name else (mx.float16, 0.02)
     model = Fused(tiny.load(name, dtype, **({"moe_intermediate_size": 64} if odd else {})))
@@ -78,14 +79,14 @@ WEIGHTS = mx.softmax(mx.random.normal((5, 1, 2)), axis=-1)
 
 
 def test_only_a_fused_forward_of_few_rows_uses_the_kernels(monkeypatch):
-    """The same numbers otherwise too: those of mlx-lm's own code."""
+    """The numbers are also those of mlx-lm's code in other cases."""
     switch = layer()
     expected = floats(switch(X, CHOSEN))
     fuse_layers(switch_model := _Model(switch))
     assert type(switch_model.mlp) is not SwitchGLU
     monkeypatch.setattr(experts, "expert_mlp", None)
     np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
-    with FusedLaunches(expert_rows=range(1, 5)).building(step=None):  # these are five
+    with FusedLaunches(expert_rows=range(1, 5)).building(step=None):  # these choices are five
         np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
 
 
@@ -97,7 +98,7 @@ class _Model(nn.Module):
 
 @pytest.mark.parametrize("activation", [None, SwigluOAI()])
 def test_results_products_and_sums_are_mlx_lm_s(building, activation):
-    """However a model sums, also where the value itself is used."""
+    """A model may write its sum in several ways, and also use the unsummed value."""
     how = {} if activation is None else {"activation": activation, "bias": True}
     switch = layer(**how)
     expected = switch(X, CHOSEN)

@@ -1,4 +1,4 @@
-"""Products fused with the operations around them give what a model's own operations give."""
+"""Products fused with the operations around them give the results of a model's own operations."""
 
 from functools import partial
 
@@ -20,13 +20,13 @@ from vllm_metal_lite.fusion.norms import Normed
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 
-# What is fused of each, of a norm, a residual sum and SwiGLU.
+# Model -> which of a norm, a residual sum and SwiGLU are fused with its products.
 FUSED = {
     "qwen3": {"NORM", "RESIDUAL", "GATE"},
     "llama": {"NORM", "RESIDUAL", "GATE"},
     "qwen2": {"NORM", "RESIDUAL", "GATE", "BIAS"},
     "gemma3_text": {"NORM", "GATE"},
-    "mixtral": {"NORM", "RESIDUAL"},  # a router, and experts
+    "mixtral": {"NORM", "RESIDUAL"},  # it has a router and experts
     "cohere": {"GATE"},
     "hunyuan_v1_dense": {"NORM", "RESIDUAL", "GATE"},
 }
@@ -40,7 +40,7 @@ QUANTISED = {"llama/q4": ALL, "llama/q6": ALL, "llama/q8": ALL, "llama/mxfp4": A
 @pytest.mark.long
 @pytest.mark.parametrize("name", FUSED | QUANTISED)
 def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
-    """As near to its own logits as without fusion; its steps have 2 to 7 rows."""
+    """The logits are as near to the model's own as without fusion.  Steps have 2 to 7 rows."""
     fused, widths = set(), set()
 
     def note(kernel, arrays, template):
@@ -52,7 +52,7 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
     monkeypatch.setattr(mx, "quantized_matmul", quantised_of_16_bits)
     monkeypatch.setitem(CONFIGS, "qwen3/tied", CONFIGS["llama/q4"] | {"tie_word_embeddings": True})
-    # MLX's embeddings in mxfp4 are of this type, whatever the rest is.
+    # MLX's embeddings in mxfp4 have this type, whatever the type of the others.
     model = Fused(tiny.load(name, mx.bfloat16 if "mxfp4" in name else mx.float16))
     with installed():
         for few in (range(0), range(1, 65)):
@@ -68,7 +68,7 @@ BITS = {"llama/q4": {4}, "llama/q6": {6}, "llama/q8": {8}, "llama/mxfp4": {4},
         "llama/mixed": {4, 6, 8}, "qwen3/tied": {4}}  # fmt: skip
 
 
-# Values that more than one thing uses
+# Values that several operations use
 
 
 DEPTH = 64
@@ -76,7 +76,8 @@ DEPTH = 64
 
 @pytest.fixture
 def hooked():
-    """A fused forward is being built; products of all numbers of rows go through the kernel."""
+    """While this holds, a fused forward is built, and the kernel computes products of any number of
+    rows."""
     fusion = FusedLaunches(named=((_Activations, "swiglu"),), skinny_rows=range(1, 65))
     with installed(), fusion.building(_Step()):
         yield
@@ -134,7 +135,7 @@ def test_a_sum_of_two_products_and_of_one_with_itself(hooked):
 
 
 def test_a_sum_whose_norm_is_taken_twice(hooked):
-    """By weights of their own, as in models with a branch."""
+    """Two norms of one sum have weights of their own, as in models with a branch."""
     x, residual, o = draw(3, 1, DEPTH), draw(3, 1, DEPTH, seed=2), linear(DEPTH)
     gain = draw(DEPTH, seed=5)
     total = residual + o(x)

@@ -1,4 +1,4 @@
-"""Joined projections and fused launches give what the model's own operations give."""
+"""Joined projections and fused launches give the results of the model's own operations."""
 
 import contextlib
 import io
@@ -34,9 +34,8 @@ from vllm_metal_lite.fusion.layers import (
 )
 from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
@@ -53,7 +52,7 @@ def logits(model: nn.Module) -> np.ndarray:
 # Joined projections
 
 
-# Their projections are one already, or their layers are used more than once.
+# Models whose projections are joined already, or whose layers are used more than once.
 NOTHING_TO_JOIN = {
     "gpt2", "gpt_bigcode", "gpt_neox", "nanbeige", "openelm", "phi3", "phi3small", "phixtral",
     "iquestloopcoder", "plamo2", "plamo3", "mamba", "mamba2", "rwkv7",
@@ -62,7 +61,7 @@ NOTHING_TO_JOIN = {
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n.partition("/")[0] not in CANNOT_RUN])
 def test_a_joined_model_computes_the_same(name):
-    """Every architecture, because a GPU joins the projections of all."""
+    """All architectures are tried, because a GPU joins the projections of all."""
     model = tiny.build(config_of(name))
     adapt(model)
     before = logits(model), sum(w.nbytes for _, w in tree_flatten(model.parameters()))
@@ -72,11 +71,11 @@ def test_a_joined_model_computes_the_same(name):
     np.testing.assert_allclose(logits(model), before[0], rtol=1e-4, atol=1e-4)
     assert sum(w.nbytes for _, w in tree_flatten(model.parameters())) == before[1]
     for product in products:
-        assert product._x is product._y is None  # nothing of the forward is kept
+        assert product._x is product._y is None  # no array of the forward is kept
 
 
 def test_what_is_joined():
-    """q, k, v and gate, up of each layer; not o and down, whose inputs are their own."""
+    """q, k and v are joined, and gate and up; o and down have inputs of their own."""
     model = tiny.build(config_of("qwen3"))
     join_projections(model)
     parts = {path for path, m in model.named_modules() if isinstance(m, JoinedPart)}
@@ -86,12 +85,12 @@ def test_what_is_joined():
 
 
 def test_projections_of_unlike_weights_stay_apart():
-    """8 bits for k: q stays alone, and so does v, because only neighbours are joined."""
+    """k has 8 bits, so q and v stay alone: only neighbours are joined."""
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
     join_projections(model)
     sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in joined_projections(model)}
-    assert sizes == {(96, 2), (192, 2)}  # q and k; gate and up
+    assert sizes == {(96, 2), (192, 2)}  # q with k, and gate with up
 
 
 # Traces
@@ -142,7 +141,7 @@ def test_rows_are_found_again():
 
 
 def test_a_sum_that_a_kernel_computed_is_used(monkeypatch):
-    """Also by operations that know no origin."""
+    """The array also changes by operations that have no rule."""
     x, y = mx.ones((2, 1, 8)), mx.full((2, 1, 8), 2.0)
     mx.eval(x, y)
     stubs = Stubs(monkeypatch)
@@ -156,7 +155,7 @@ def test_a_sum_that_a_kernel_computed_is_used(monkeypatch):
 
 
 def test_a_trace_costs_nothing():
-    """MLX would copy the array that one is made from."""
+    """Otherwise MLX would copy the array from which a traced array is made."""
     for shape in (2, 1, 8), (1, 1, 8), (1, 8), (3, 8):
         dot = io.StringIO()
         mx.export_to_dot(dot, Traced(mx.ones(shape).square(), None))
@@ -181,8 +180,9 @@ def test_norms_and_rotations_come_once_and_in_order():
         (lambda x: x.at[..., 0:4:1].multiply(1.5), 4, 1.5),
         (lambda x: x.at[..., :9].multiply(1.5), 8, 1.5),
         (lambda x: 1.5 * x, 8, 1.5),
-        (lambda x: x.at[..., :4].multiply(1.5), 8, None),  # a factor of some of what turns
-        (lambda x: 1.5 * x, 4, None),  # and of more
+        # The factor is for a part of the rotated elements, or for more than these.
+        (lambda x: x.at[..., :4].multiply(1.5), 8, None),
+        (lambda x: 1.5 * x, 4, None),
         (lambda x: x.at[..., 4:].multiply(1.5), 4, None),
         (lambda x: x.at[..., :4].add(1.5), 4, None),
         (lambda x: x.at[..., :4].multiply(mx.array(1.5)), 4, None),
@@ -191,7 +191,7 @@ def test_norms_and_rotations_come_once_and_in_order():
     ],
 )
 def test_a_factor_before_a_rotation_is_part_of_it(scale, dims, factor, split):
-    """However it is written; anything else is computed unchanged."""
+    """A gate is fused in each spelling; any other operation is computed unchanged."""
     rows, at = mx.random.normal((3, 32)), mx.zeros(3, mx.int32)
     with FusedLaunches(unused=frozenset({"add_rms_norm"})).building(SimpleNamespace(positions=at)):
         heads = Traced(rows[:, None], Columns(rows, 0))
@@ -235,7 +235,7 @@ LAUNCHES = {
     "mixtral": (1, 0, 2),
     "gemma3": (1, 0, 2),
     "cohere": (1, 0, 0),
-    "hunyuan_v1_dense": (0, 1, 2),  # norms behind the rotation
+    "hunyuan_v1_dense": (0, 1, 2),  # its norms follow the rotation
     "gpt2": (0, 1, 0),
 }
 
@@ -264,7 +264,7 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp_path, wrong):
-    """As if its rotation were read wrongly: the kernels are right, but their arguments are not."""
+    """The rotation has wrong arguments, as if a rule read them wrongly; the kernels are right."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if wrong:
         rotated = Heads.rotated
@@ -295,6 +295,7 @@ def test_a_fault_in_the_trial_is_no_verdict_about_the_model(monkeypatch, caplog,
     assert "a fault of vllm-metal-lite, not of this model" in caplog.text
     assert "IndexError" in caplog.text
     assert "do not suit" not in caplog.text
+    caplog.clear()
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
@@ -342,7 +343,8 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", [(), (1, 2, 7), (1,), (2,)])
 def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog, wrong):
-    """Those of these rows are wrong.  Fused launches stay: the model is tried both ways."""
+    """Products of these rows are wrong.  Other fused launches stay: the model is tried both
+    ways."""
     launch, launches = Kernel.__call__, Counter()
 
     def launching(self, arrays, *args):
@@ -370,7 +372,7 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, caplog,
 
 
 def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
-    """Also if a forward breaks off between two parts of a product."""
+    """This also holds if a forward ends between two parts of a joined product."""
     model = Fused(tiny.load("llama"))
     assert model.fusion.joined
     part, countdown = JoinedProjection.part, [0]

@@ -26,7 +26,7 @@ LATENT = ("deepseek_v3",)
 
 
 def of_a_layer(monkeypatch, *args, **how) -> Counter:
-    """args, how: of `_of_a_step`, without the number of layers."""
+    """args, how: the arguments of `_of_a_step`, without the number of layers."""
     stubs = Stubs(monkeypatch)
     two, three = (_of_a_step(stubs, n, *args, **how) for n in (2, 3))
     three.subtract(two)
@@ -37,13 +37,14 @@ def _of_a_step(
     stubs, layers, name, rows, skinny_rows, dtype=mx.bfloat16, kv_bits=None, expert_rows=range(0),
     **changes,
 ) -> Counter:  # fmt: skip
-    """A decode of one token a row; projections are joined.  changes: of the config."""
+    """The launches of a decode step with joined projections.  changes: changed fields of the
+    config."""
     if name == "gpt_oss":
         changes = changes | {"layer_types": ["sliding_attention", "full_attention"] * 2}
         changes["layer_types"] = changes["layer_types"][:layers]
     model = tiny.build(config_of(name, num_hidden_layers=layers, **changes))
     model.set_dtype(dtype)
-    # Frequencies of rotations, too, which are no parameters: they are made once.
+    # Frequencies of rotations are not parameters, and are also made once.
     mx.eval([v for m in model.modules() for v in m.values() if isinstance(v, mx.array)])
     layout = find_layout(model, name)
     packed = PackedModel(model, layout)
@@ -56,7 +57,7 @@ def _of_a_step(
     for row in added:
         inputs.append_blocks(row, [int(row)])
     batch = inputs.pack(added, np.zeros_like(added), np.ones_like(added))
-    stubs.needed()  # what was built while the model was looked at
+    stubs.needed()  # forget the launches of the preparation
     bound = attention.begin(attention.prepare(batch, rows), attention.new_state())
     logits, _ = packed(bound, mx.arange(rows), fusion)
     return stubs.needed(logits, *bound.state)
@@ -105,9 +106,9 @@ OF_EXPERTS = {
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        # Of q, k and v, and of the router.
+        # The products of q, k and v, and of the router.
         ("qwen3_moe", {"skinny_gemm NORM": 1, "skinny_gemm": 1}),
-        # Beside these the expert that all rows share, and a router that is no linear layer.
+        # This model also has an expert that all rows share, and a router that is no linear layer.
         ("glm4_moe", {"skinny_gemm": 2, "skinny_gemm NORM GATE": 1, "Matmul": 1, "Add": 1}),
     ],
 )

@@ -1,4 +1,4 @@
-"""A router in one launch: the same experts and weights, however a model writes it."""
+"""A router is one launch, with the same experts and weights, however a model writes it."""
 
 from collections import Counter
 
@@ -79,7 +79,7 @@ FUSED = {
 }
 
 
-# Ways to continue that a fused launch does not know, all of them right.
+# Ways to continue that no rule knows.  All must stay right.
 
 
 def gathered_twice(x):
@@ -118,15 +118,19 @@ def the_lowest(x):
 UNKNOWN = {
     f.__name__: f
     for f in (
-        gathered_twice, renormalized_twice, divided_by_other_sums, weighed_by_the_bias,
-        scaled_by_expert, the_lowest,
+        gathered_twice,
+        renormalized_twice,
+        divided_by_other_sums,
+        weighed_by_the_bias,
+        scaled_by_expert,
+        the_lowest,
     )
-}  # fmt: skip
+}
 UNKNOWN["groups"] = lambda x: deepseek(x, groups=2)
 
 
 def by_expert(inds, weights) -> np.ndarray:
-    """The weights (rows, experts) of a choice, in any order: that of a CPU differs."""
+    """The weights of a choice as (rows, experts): the order of the choice differs on a CPU."""
     dense = np.zeros((ROWS, EXPERTS))
     flat = np.array(inds).reshape(ROWS, K)
     np.put_along_axis(dense, flat, np.array(weights.astype(mx.float32)).reshape(ROWS, K), -1)
@@ -134,7 +138,7 @@ def by_expert(inds, weights) -> np.ndarray:
 
 
 def evaluated(monkeypatch, route, dtype=mx.float32) -> tuple[np.ndarray, Counter]:
-    """The weights of a fused router, and the launches that its indices and weights need."""
+    """The weights of a fused router, and the launches that compute its indices and weights."""
     launched: Counter = Counter()
     launch = Kernel._launcher
 

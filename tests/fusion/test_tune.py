@@ -1,4 +1,4 @@
-"""Whether products and mixtures go through the kernels: the faster way, measured once.  Timed steps
+"""Products and mixtures use the faster of the kernels and MLX, which is measured once.  Timed steps
 leave nothing behind."""
 
 import re
@@ -60,7 +60,7 @@ def decided(monkeypatch, packed, attention) -> tuple[range, str]:
 
 
 def timed(monkeypatch, *faster) -> list[int]:
-    """Steps of these rows are faster by the kernel -> a list that grows by what is timed."""
+    """Make steps of these row counts faster by the kernel; returns the list of timed row counts."""
     sizes = []
 
     def seconds(steps, num_rows):
@@ -92,7 +92,7 @@ def test_as_many_rows_as_steps_are_faster_with(monkeypatch, faster, rows, count)
 
 
 def test_a_model_s_weights_are_measured_once(monkeypatch):
-    """Those of another model are measured again, if it has more or other weights."""
+    """A model with more weights, or with others, is measured again."""
     sizes = timed(monkeypatch, 8)
     decided(monkeypatch, *model())
     assert sizes == [1, 2, 4, 32, 16, 8]
@@ -123,7 +123,7 @@ def test_weights_count_by_how_many_there_are(monkeypatch):
         ("qwen3", mx.bfloat16, ("skinny_gemm",)),
         ("qwen3", None, ()),  # float32
         ("llama/q3", mx.bfloat16, ()),
-        ("recurrent_gemma", mx.bfloat16, ()),  # runs uncompiled
+        ("recurrent_gemma", mx.bfloat16, ()),  # its steps run uncompiled
     ],
 )
 def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, wrong):
@@ -149,7 +149,8 @@ def test_nothing_is_timed_on_a_cpu(monkeypatch):
 
 
 def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
-    """Though one row could; tried again at the next start.  Launches are stubs."""
+    """One row could be timed, but more rows fail.  The next start tries again.  Launches are
+    stubs."""
 
     def no_room_for_32(kernel, arrays, _):
         if kernel == "skinny_gemm" and len(arrays[0]) == 32:
@@ -167,7 +168,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "lfm2"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
-    """Rows that attention would write, and rows that kv_write would; two KV groups; states."""
+    """The models write by attention and by kv_write, have two KV groups, or have states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
     monkeypatch.setattr(tune, "_MAX_SECONDS", 0.0)
     rows = Counter()
@@ -238,7 +239,7 @@ def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suit
 
 
 def test_a_rank_follows_what_rank_0_knows(monkeypatch):
-    """A rank that measured nothing may not measure alone: the others would not take part."""
+    """A rank without a finding does not measure alone, because the others would not take part."""
 
     class Follower(RankGroup):
         def from_leader(self, value):
@@ -252,7 +253,7 @@ def test_a_rank_follows_what_rank_0_knows(monkeypatch):
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all(monkeypatch, caplog):
-    """A rank that stops alone would let the others wait for its time."""
+    """If a rank stopped alone, the others would wait for its time."""
     stages = [model() for _ in range(2)]
 
     def back_to_back(steps, *_):
@@ -271,7 +272,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(monkeypatch, caplog):
 
 @pytest.mark.parametrize("names", [("qwen3", "qwen3_moe"), ("qwen3_moe", "qwen3")])
 def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
-    """Each stage takes part in the trial and the timing of what another stage has."""
+    """Each stage takes part in trials and timings of weights that only another stage has."""
     stages, layers = [model(name) for name in names], Counter()
 
     def problem(trials, fusion):
@@ -297,12 +298,15 @@ def test_a_stage_without_experts_waits_for_the_others(monkeypatch, names):
 # Prompts
 
 
-@pytest.mark.parametrize(("few", "prompts", "rows"), [
-    (range(2, 65), True, range(2, EXPERT_ROWS + 1)),
-    (range(2, 65), False, range(2, 65)),
-    (range(1, 33), True, range(1, 33)),  # more rows are slower already
-    (range(0), True, range(0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("few", "prompts", "rows"),
+    [
+        (range(2, 65), True, range(2, EXPERT_ROWS + 1)),
+        (range(2, 65), False, range(2, 65)),
+        (range(1, 33), True, range(1, 33)),  # fewer rows are already slower
+        (range(0), True, range(0)),
+    ],
+)
 def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
     monkeypatch.setattr(tune._Steps, "winning_rows", lambda *_: few)
     monkeypatch.setattr(tune, "_faster_prompts", lambda *_: prompts)
@@ -311,7 +315,7 @@ def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
 
 @pytest.mark.parametrize(("seconds", "faster"), [((1.0, 1.1), True), ((1.0, 1.0), False)])
 def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
-    """The model's mixtures all have the same shapes."""
+    """All mixtures of the model have the same shape."""
     packed, _ = model("qwen3_moe")
     calls = []
     monkeypatch.setattr(tune, "_mixture_seconds", lambda *how: calls.append(how) or seconds)
@@ -328,12 +332,13 @@ def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     packed, _ = model("qwen3_moe")
     fuse(packed.model, joins=False)
     tune._faster_prompts(packed)
-    assert launched.count("expert_plan") == 2 + calls  # one compiles, one tells how many to time
+    # One call compiles, and one decides how many are timed.
+    assert launched.count("expert_plan") == 2 + calls
     assert launched.count("expert_gemm") == 2 * launched.count("expert_plan")
 
 
 def test_mixtures_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog):
-    """Tried again at the next start."""
+    """The next start tries again."""
     monkeypatch.setattr(Kernel, "__call__", Mock(side_effect=RuntimeError("[metal]\n no room")))
     packed, _ = model("qwen3_moe")
     fuse(packed.model, joins=False)

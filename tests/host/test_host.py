@@ -105,7 +105,7 @@ def test_matrix_product_by_simdgroup_matrices(dtype):
 
 
 def test_template_values_leave_the_name_an_identifier():
-    """On the oldest MLX that a Mac may have, too: there a sign stays in the name."""
+    """The name must also be right with the oldest allowed MLX, which leaves a sign in the name."""
     definition = {"name": "test", "input_names": ["a"], "output_names": ["out"], "source": "N"}
     rest = [mx.zeros(8)], [("T", mx.bfloat16), ("N", 3), ("B", True)], [mx.float32]
     text = mlx_source.generated_source(definition, *rest)
@@ -172,11 +172,14 @@ def test_vectors_and_swizzles():
         ("if (t < 40) { threadgroup_barrier(mem_flags::mem_none); }", "returned"),
         ("if (t % 2) { return; }\n out[t] = simd_sum(1.0f);", "returned"),
         ("if (t % 2) { out[t] = simd_sum(1.0f); }\n else { out[t] = simd_max(1.0f); }", "simd_sum"),
-        ("if (t < 32) { simdgroup_barrier(mem_flags::mem_none); out[t] = simd_sum(1.0f); }\n"
-         "threadgroup_barrier(mem_flags::mem_none);\n"
-         "if (t > 3) { threadgroup_barrier(mem_flags::mem_none); }", "threads"),
+        (
+            "if (t < 32) { simdgroup_barrier(mem_flags::mem_none); out[t] = simd_sum(1.0f); }\n"
+            "threadgroup_barrier(mem_flags::mem_none);\n"
+            "if (t > 3) { threadgroup_barrier(mem_flags::mem_none); }",
+            "threads",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("schedule", ["forward", "reverse", 3])
 def test_threads_that_do_not_meet_are_a_fault(source, message, schedule):
     source, one = f"uint t = thread_index_in_threadgroup;\n{source}", (64, 1, 1)

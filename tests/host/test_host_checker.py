@@ -11,7 +11,7 @@ N = 64
 
 
 def run(source, schedule="forward", a=None, threads=N, groups=1, **options):
-    """Runs a kernel of input a (N floats) and output out (N floats), checked."""
+    """Run a kernel with an input a and an output out, of N floats each, under the checker."""
     out = launch(
         f"uint t = thread_index_in_threadgroup;\n{source}",
         [mx.arange(N).astype(mx.float32) if a is None else a],
@@ -25,7 +25,7 @@ def run(source, schedule="forward", a=None, threads=N, groups=1, **options):
 
 
 def fault(source, **settings):
-    """The fault of a kernel; its line is looked for after the mark `// here`."""
+    """The fault of a kernel, which must be in the line of the mark `// here`."""
     with pytest.raises(KernelFault) as caught:
         run(source, **settings)
     if "// here" in source:
@@ -219,7 +219,7 @@ def test_matrices_are_watched():
         simdgroup_store(m, out, 8); // here"""
     header = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     correct = source.replace("BARRIER", header)
-    assert fault(correct).kind == "race"  # two simdgroups store the same matrix
+    assert fault(correct).kind == "race"  # two SIMD groups store the same matrix
     once = correct.replace("simdgroup_store", "if (t < 32) { simdgroup_store").replace(
         "out, 8);", "out, 8); }"
     )
@@ -229,6 +229,6 @@ def test_matrices_are_watched():
 
 
 def test_both_halves_of_a_failed_run():
-    """A fault leaves the library usable, and the output of a correct run is what it was."""
+    """After a fault the library is usable, and a correct run gives the same output as before."""
     assert fault("\nout[t] = a[t + 1]; // here").kind == "out of bounds"
     np.testing.assert_array_equal(run("out[t] = a[t];"), np.arange(N))

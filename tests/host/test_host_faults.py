@@ -23,21 +23,21 @@ PRELUDE = """
     uint sg = simdgroup_index_in_threadgroup;
 """
 BODIES = {
-    # Reverses each group's 64 numbers through threadgroup memory.
+    # The kernel reverses the 64 numbers of each group through threadgroup memory.
     "reverse": """
     threadgroup float buf[64];
     buf[t] = x[i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
     y[i] = buf[63 - t];
 """,
-    # Reads back what it wrote itself: the barrier orders nothing.
+    # A thread reads its own number, so the barrier orders nothing.
     "own": """
     threadgroup float buf[64];
     buf[t] = x[i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
     y[i] = buf[t];
 """,
-    # Sums of each group, by simdgroup and then across them.
+    # The kernel sums each group: within SIMD groups, and then across them.
     "sum": """
     threadgroup float sums[2];
     float total = simd_sum(x[i]);
@@ -48,12 +48,12 @@ BODIES = {
     float both = simd_sum(lane < 2 ? sums[lane] : 0.0f);
     y[i] = both;
 """,
-    # A neighbour's number by a shuffle.
+    # A lane gets its neighbour's number by a shuffle.
     "shuffle": """
     float v = simd_shuffle(x[i], (lane + 1) % 32);
     y[i] = v;
 """,
-    # Four numbers at a time.
+    # A thread reads four numbers at a time.
     "vector": """
     if (t < 16) {
         float4 v = *(const device float4*)(x + g * 64 + t * 4);
@@ -68,7 +68,7 @@ BODIES = {
     threadgroup_barrier(mem_flags::mem_device);
     y[i] = v;
 """,
-    # A loop whose length is the same for all.
+    # All threads run a loop of the same length.
     "loop": """
     threadgroup float buf[64];
     buf[t] = 0;
@@ -79,7 +79,7 @@ BODIES = {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     y[i] = buf[t];
 """,
-    # A matrix through threadgroup memory, by each simdgroup for itself.
+    # Each SIMD group moves a matrix through threadgroup memory of its own.
     "matrix": """
     threadgroup float tile[2][64];
     tile[sg][lane] = x[i];
@@ -112,7 +112,7 @@ def test_right_kernels_pass(body):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_reported(name):
-    """By its kind, whatever the order of the threads."""
+    """The checker reports the kind, in any order of the threads."""
     fault = FAULTS[name]
     for options in CHECKED:
         with pytest.raises(KernelFault) as raised:

@@ -61,7 +61,7 @@ QUANTISED = foreign.metal("quantized.h", before=("steel/gemm/gemm.h", "quantized
 
 
 def quantised(rows, columns, group, bits, dtype):
-    """Packed weights, scales and biases, and what they mean in float64."""
+    """Packed weights, scales and biases, and their values in float64."""
     w = random((rows, columns), "float", 1)[0]
     packed, scales, biases = mx.quantize(w, group_size=group, bits=bits)
     scales, biases = scales.astype(DTYPES[dtype]), biases.astype(DTYPES[dtype])

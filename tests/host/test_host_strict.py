@@ -116,7 +116,7 @@ def test_accepted(name):
 
 @pytest.mark.parametrize("name", MLX_KERNELS)
 def test_accepts_mlx(name):
-    """MLX's own kernels, which Apple's compiler takes."""
+    """MLX's own kernels pass, as they do with Apple's compiler."""
     assert check(metal(*MLX_KERNELS[name])) == []
 
 

@@ -1,4 +1,4 @@
-"""The host's compiler: what it makes runs on any CPU of the architecture, not only on this one."""
+"""The host's compiler: its code runs on any CPU of the architecture, not only on this one."""
 
 import subprocess
 
@@ -10,8 +10,13 @@ from tests.support.host.launch import launch
 
 # Macros of instructions that CPUs of one architecture may lack.
 OPTIONAL = (
-    "__AVX__", "__F16C__", "__FMA__", "__AVX512F__", "__ARM_FEATURE_BF16", "__ARM_FEATURE_SVE",
-)  # fmt: skip
+    "__AVX__",
+    "__F16C__",
+    "__FMA__",
+    "__AVX512F__",
+    "__ARM_FEATURE_BF16",
+    "__ARM_FEATURE_SVE",
+)
 
 
 def test_kernels_use_what_every_cpu_has():

@@ -1,5 +1,5 @@
-"""Who executes the kernels.  The host reports races and accesses out of bounds; in the tests of
-attention, slots that no row of the step may read hold NaN, as do rows of padding."""
+"""The fixtures that execute the kernels.  The host reports races and accesses out of bounds; in the
+tests of attention, slots that no row of the step may read hold NaN, as do rows of padding."""
 
 import pytest
 
@@ -9,7 +9,8 @@ from vllm_metal_lite import backend
 
 @pytest.fixture(scope="module")
 def host(request):
-    """The CPU host, under the checker.  WRITTEN of a module: inputs that its kernel writes."""
+    """The CPU host, under the checker.  A test module lists the inputs that its kernel writes in
+    WRITTEN."""
     written = getattr(request.module, "WRITTEN", ())
     with installed(checked=True, schedule=3, writable_inputs=written):
         yield

@@ -23,7 +23,8 @@ FUNCTIONS = {
 
 
 def on_host(call, *arrays, kernel="expert_gemm"):
-    """`call` of each element of a and b, with the functions of a kernel's header."""
+    """The expression `call` for each element of a and b, with the functions of a kernel's
+    header."""
     body = f"const uint i = thread_position_in_grid.x; out[i] = {call};"
     shape, header = arrays[0].shape, source.read(kernel)[0]
     inputs = [mx.array(array.astype(np.float32)) for array in arrays]

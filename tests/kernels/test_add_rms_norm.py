@@ -9,12 +9,12 @@ from tests.support.kernels.arrays import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import add_rms_norm as module
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("host")
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-EPS = 0.03  # so large that another one shows
+EPS = 0.03  # so large that a test notices another eps
 
 
 def check(
@@ -72,16 +72,19 @@ def test_types(dtype, weight_dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [8, 9, 31, 128, 130, 1024, 1025, 2560, 4096, 4100, 5120])
 def test_rows_shorter_and_longer_than_a_threadgroup(dim, dtype):
-    """Alone, and with a norm of what is added: with a weight and without."""
+    """The launch works alone, and with a norm of the second summand, with and without a weight."""
     check(2, dim, dtype, dtype)
     for seed in (0, 1):
         check(2, dim, dtype, dtype, seed, post_norm=True)
 
 
 @given(
-    st.integers(1, 5), st.integers(8, 300), st.sampled_from(DTYPES), st.integers(0, 99),
+    st.integers(1, 5),
+    st.integers(8, 300),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
     st.booleans(),
-)  # fmt: skip
+)
 @settings(max_examples=40)
 def test_random_shapes(rows, dim, dtype, seed, post_norm):
     check(rows, dim, dtype, dtype, seed, post_norm)
@@ -89,7 +92,7 @@ def test_random_shapes(rows, dim, dtype, seed, post_norm):
 
 @pytest.mark.parametrize(("dim", "threads"), [(12288, 1024), (12292, 512), (16384, 512)])
 def test_a_long_row_has_fewer_threads(dim, threads, monkeypatch):
-    """Or a pipeline allows 896 where 1,024 are asked for, by Mesa's compiler for Apple's GPUs."""
+    """With 1,024 threads, Mesa's compiler for Apple's GPUs allows only 896 for a long row."""
     launch, asked = module._ADD_RMS_NORM, []
     spied = lambda *how: asked.append(how[3]) or launch(*how)  # noqa: E731
     monkeypatch.setattr(module, "_ADD_RMS_NORM", spied)
@@ -108,7 +111,7 @@ def test_a_sequence_axis_is_kept():
 
 
 def test_rows_do_not_touch_each_other():
-    """A row of NaN beside others, and one of zeros, which eps keeps finite."""
+    """One row is NaN; one is zeros, and eps keeps its norm finite.  Other rows are unaffected."""
     x = mx.array(np.array([[np.nan] * 40, [1.0] * 40, [0.0] * 40], np.float32))
     added, normed = add_rms_norm(x, x, None, 0.0025)
     assert mx.isnan(added[0]).all()
@@ -124,7 +127,7 @@ def test_bad_input_is_named(other):
 
 
 def test_a_post_norm_of_another_type_is_refused():
-    """Its result would not have the type of the rows."""
+    """The result of such a norm would not have the type of the rows."""
     x = mx.ones((2, 16), mx.float16)
     with pytest.raises(ValueError, match=r"post norm must be \(16,\) mlx.core.float16, not"):
         add_rms_norm(x, x, None, 1e-5, RMSNorm(mx.ones(16), 1e-5))

@@ -15,8 +15,8 @@ from tests.support.kernels.recurrent_cases import (
     rounded,
 )
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.store import new_ticket
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
@@ -24,7 +24,7 @@ WRITTEN = ("states",)
 
 
 class Case:
-    """Rows of C channels in some segments, a weight and perhaps a bias."""
+    """Random rows of C channels for the segments, a weight, and a bias or None."""
 
     def __init__(self, segments, channels=40, size=4, bias=True, silu=True, dtype=mx.float32):
         rng = np.random.default_rng(segments.seed)
@@ -41,7 +41,7 @@ class Case:
         ]
 
     def run(self):
-        """y and the states afterwards."""
+        """The kernel's y, and the states after the launch."""
         x, weight, bias, states = self.arrays()
         segments = self.segments.array
         where = mx.array(segments), mx.array(plan_conv_tiles(segments)), new_ticket()
@@ -70,8 +70,11 @@ def test_ragged_segments(size, bias, silu, dtype):
 
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=5),
-    st.integers(0, 18), st.sampled_from([8, 70, 300]), st.integers(2, 5), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(0, 18),
+    st.sampled_from([8, 70, 300]),
+    st.integers(2, 5),
+    st.integers(0, 99),
+)
 @settings(max_examples=25)
 def test_random_segments(parts, padding, channels, size, seed):
     Case(Segments.drawn(parts, padding, seed), channels, size).check()
@@ -79,14 +82,14 @@ def test_random_segments(parts, padding, channels, size, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_as_mlx_s_convolution(dtype):
-    """As mlx-lm's layers call it: rows behind the carried ones, then SiLU."""
+    """The reference calls mx.conv1d as mlx-lm does: on carried rows and new rows, then SiLU."""
     case = Case(Segments([19]), size=4, dtype=dtype)
     x, weight, bias, states = case.arrays()
     layer = nn.Conv1d(40, 40, 4, groups=40)
     layer.weight, layer.bias = weight[:, :, None], bias
     rows = mx.concatenate([states[case.segments.initial[0]], x])[None]
     theirs = nn.silu(layer(rows)[0])
-    tolerance = 4 * TOLERANCE[dtype][0]  # they round before SiLU and within it
+    tolerance = 4 * TOLERANCE[dtype][0]  # mlx-lm rounds before SiLU and within SiLU
     y, after = case.run()
     np.testing.assert_allclose(y, np.array(theirs.astype(mx.float32)), tolerance, tolerance)
     np.testing.assert_array_equal(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.kernels.arrays import rounded, seeded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.expert_topk import MAX_EXPERTS, MAX_TOP_K, Routing, expert_topk, fits
+from vllm_metal_lite.kernels.expert_topk import MAX_EXPERTS, MAX_TOP_K, Routing, expert_topk, serves
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -15,13 +15,13 @@ SCORINGS, WEIGHTS = ["logits", "softmax", "sigmoid"], ["scores", "renormalized",
 
 
 def logits_of(rows, experts, dtype=mx.float32, seed=0):
-    """With many equal values, negative ones and both zeros."""
+    """Logits with many equal values, negative values and both zeros."""
     values = np.round(np.random.default_rng(seed).standard_normal((rows, experts)) * 4) / 4
     return mx.array(values.astype(np.float32)).astype(dtype)
 
 
 def by_mlx(logits, top_k, routing, dtype, bias=None, sum_dtype=mx.float32):
-    """A model's own operations, with a sort that keeps the order of equal scores."""
+    """The operations of mlx-lm's routers; the sort keeps the order of equal scores."""
     scores = logits.astype(dtype)
     if routing.scoring == "softmax":
         scores = mx.softmax(scores, axis=-1, precise=True)
@@ -63,7 +63,7 @@ def check(logits, top_k, routing, dtype=mx.float32, **how):
 def test_random_routers(rows, experts, top_k, scoring, weights, late, dtype, seed):
     routing = Routing(scoring, late, weights)
     if scoring == "logits" and weights == "renormalized":
-        routing = routing._replace(weights="scores")  # a sum that may be zero
+        routing = routing._replace(weights="scores")  # the sum may be zero
     check(logits_of(rows, experts, dtype, seed), top_k, routing, dtype)
 
 
@@ -88,8 +88,8 @@ def test_eps_and_factor_are_rounded_as_mlx_rounds_numbers():
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_each_number_of_a_renormalized_weight_is_rounded(dtype):
-    """The sum, too.  Sums of these logits are exact in float32; with eps, some are ties in 16
-    bits."""
+    """The sum is rounded, too.  Sums of these logits are exact in float32; with eps, some are ties
+    in 16 bits."""
     eps, factor = 0.390625 + 2**-14, 1.7
     logits = seeded(40, 64, seed=3, dtype=mx.bfloat16).astype(dtype) + 6
     indices, weights = expert_topk(logits, 8, Routing("logits", False, "renormalized", eps, factor))
@@ -152,7 +152,7 @@ def test_a_row_does_not_depend_on_the_others():
     ],
 )
 def test_what_is_not_served(logits, top_k):
-    assert not fits(logits, top_k)
+    assert not serves(logits, top_k)
 
 
 def test_a_bias_of_other_experts_is_refused():

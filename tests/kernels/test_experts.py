@@ -31,12 +31,12 @@ from vllm_metal_lite.kernels.experts import (
     expert_product,
     expert_sum,
     experts_problem,
-    fits,
     most_tiles,
     plan_experts,
+    serves,
 )
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan
-from vllm_metal_lite.kernels.weights import READABLE
+from vllm_metal_lite.kernels.weight_formats import READABLE
 from vllm_metal_lite.specs import Quantisation
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -60,7 +60,7 @@ def check(x: mx.array, indices: np.ndarray, experts: Experts) -> mx.array:
 # The plan
 
 
-# Of fewer and of more pairs than threadgroup memory holds at once.
+# One case has fewer pairs than threadgroup memory holds at once, the other has more.
 MANY_ROWS = 200
 
 
@@ -79,7 +79,7 @@ def test_a_plan_has_each_pair_once_by_expert(rows, top_k, num_experts, data):
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.sampled_from([8, 16, 32]))
 def test_there_is_room_for_all_tiles(counts, tile):
     needed = sum(-(-count // tile) for count in counts)
-    num_experts = len(counts) - 1  # the last count is padding's
+    num_experts = len(counts) - 1  # the last count is that of padding
     assert needed <= most_tiles(sum(counts), num_experts, tile)
 
 
@@ -112,7 +112,8 @@ def test_random_shapes(rows, top_k, hidden, inner, dtype, activation, bias, seed
 
 @pytest.mark.parametrize("how", READABLE, ids=str)
 def test_every_quantisation(how, monkeypatch):
-    """Loads at once, alone, and of fewer chunks than others; gpt-oss's activation, with biases."""
+    """Several loads in flight, a single one, and a last one of fewer chunks; with gpt-oss's
+    activation and biases."""
     hidden, inner = (640, 128) if how.group_size == 128 else (704, 64)
     experts = draw_experts(2, hidden, inner, mx.bfloat16, how, OAI, bias=True)
     plan, of_down = GemmPlan(2, 2, 4), module.product_plan
@@ -125,14 +126,14 @@ def test_every_quantisation(how, monkeypatch):
 
 
 def test_gelu_gates():
-    """At values where it bends, and where its tanh is 1 to the last bit."""
+    """The values cover the bend of gelu, and arguments where its tanh is 1 to the last bit."""
     experts = draw_experts(3, 64, 64, mx.bfloat16, activation=GEGLU, bias=True)
     x = rows_of(9, 64, mx.bfloat16) * mx.array([0.01, 0.3, 1, 3, 9] * 2)[:9, None]
     check(x.astype(mx.bfloat16), indices_of(9, 2, 3, 0), experts)
 
 
 def test_a_squared_relu_has_no_gate():
-    """In lanes and in matrices; NaN stays in its row."""
+    """Both kinds of products, in lanes and by matrices.  A NaN stays in its row."""
     for rows, how in ((3, Quantisation(4, 32)), (9, None)):
         experts = draw_experts(3, 64, 96, mx.bfloat16, how, RELU2, bias=True)
         x, indices = rows_of(rows, 64, mx.bfloat16), indices_of(rows, 2, 3, 0)
@@ -152,7 +153,7 @@ def test_quantised_experts(rows, how):
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_few_rows_of_one_quantised_expert(rows):
-    """A tile of as many rows, whose products take no instructions for matrices."""
+    """A tile of this number of rows is multiplied without matrix instructions."""
     experts = draw_experts(5, 192, 128, mx.bfloat16, Quantisation(4, 64))
     check(rows_of(rows, 192, mx.bfloat16), np.full((rows, 1), 3), experts)
 
@@ -173,7 +174,7 @@ def test_activations_of_exact_products(activation):
 
 @pytest.mark.parametrize("rows", [3, 40, 64])
 def test_all_rows_have_one_expert(rows):
-    """Several full tiles, and the last one not full."""
+    """An expert has several full tiles, and one that is not full."""
     experts = draw_experts(9, 64, 96, mx.bfloat16)
     check(rows_of(rows, 64, mx.bfloat16), np.full((rows, 1), 8), experts)
 
@@ -186,7 +187,8 @@ def test_plans(plan, monkeypatch):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """The same bits alone and beside others of its tile, in any order; NaN stays in its row."""
+    """A pair has the same bits alone and beside other pairs of its tile, in any order.  A NaN stays
+    in its row."""
     experts = draw_experts(4, 160, 64, mx.bfloat16)
     x, indices = rows_of(30, 160, mx.bfloat16), indices_of(30, 3, 4, 0)
     together = floats(check(x, indices, experts)).reshape(30, 3, -1)
@@ -251,10 +253,10 @@ def test_weighted_sums(rows, top_k, columns, weights_dtype):
 def test_what_is_not_served_is_named():
     experts = draw_experts(4, 64, 64, mx.bfloat16)
     x, indices = rows_of(5, 64, mx.bfloat16), mx.zeros((5, 2), mx.uint32)
-    assert fits(x, indices, experts)
+    assert serves(x, indices, experts)
     many = MAX_ROWS + 1
-    assert not fits(mx.zeros((many, 64), mx.bfloat16), mx.zeros((many, 2), mx.uint32), experts)
-    assert not fits(x.astype(mx.float16), indices, experts)
+    assert not serves(mx.zeros((many, 64), mx.bfloat16), mx.zeros((many, 2), mx.uint32), experts)
+    assert not serves(x.astype(mx.float16), indices, experts)
     odd = replace(experts, down=experts.gate._replace(weight=experts.gate.weight[:, :40]))
     assert "do not fit each other" in (experts_problem(odd) or "")
     biased = replace(experts, up=ExpertWeight(experts.up.weight, mx.zeros((4, 64), mx.bfloat16)))

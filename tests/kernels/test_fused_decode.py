@@ -22,7 +22,7 @@ from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
 
-# Of fused and unfused to each other: rounding of the result, and of the order of float32 sums.
+# The allowed difference of fused and unfused: rounding of the result, and other orders of sums.
 TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (1e-3, 1e-3), mx.bfloat16: (8e-3, 8e-3)}
 SEQUENCE = ("window", "softcap", "sinks", "plan", "block_size", "bits")
 
@@ -43,7 +43,7 @@ class Case:
         self.rows = NewRowsCase(newest, slots=slots.astype(np.int32), **(drawn | how))
 
     def run(self, fused: bool) -> list[mx.array]:
-        """Attention, and the keys and values in the store."""
+        """The attention, and the keys and values in the store after the launch."""
         s, rows = self.sequences, self.rows
         empty = np.zeros(s.store[0].shape[0], bool)
         empty[rows.slots[rows.slots >= 0]] = True
@@ -56,7 +56,7 @@ class Case:
         if not fused:
             where = mx.array(rows.positions), mx.array(rows.slots)
             q, ticket = rope_write(q, *where, LayerStore(*store, ticket, s.spec))
-        if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
+        if self.prefix_len:  # only of the longest sequence: what is not shared is the same
             lens = np.zeros(len(s.seq_lens), np.int32)
             lens[np.argmax(s.seq_lens)] = self.prefix_len
             prefix = s.attend_to_prefix(q, lens, store, ticket)
@@ -81,7 +81,7 @@ class Case:
 @pytest.mark.parametrize("plan", [(1, 8), (4, 4)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (18, 1)], ids=str)
 def test_heads_and_splits(heads, plan, dtype):
-    """One tile a KV head, and two of nine heads."""
+    """A KV head has one tile of query heads, or two tiles of nine heads."""
     Case(RAGGED, heads=heads, dims=(128, 128), plan=plan, dtype=dtype).check()
 
 
@@ -107,7 +107,7 @@ def test_head_sizes(dims, dtype):
     ids=str,
 )
 def test_a_quantised_store(dims, heads, dtype, how, bits):
-    """Both ways write the same bits: a row is quantised before it is attended to."""
+    """Both ways write the same bits, because a row is quantised before attention reads it."""
     Case(RAGGED, dims=dims, heads=heads, dtype=dtype, bits=bits, **how).check()
 
 
@@ -117,7 +117,7 @@ def test_a_quantised_store(dims, heads, dtype, how, bits):
         {"traditional": True, "rotated": 12},
         {"rotated": 0},
         {"freqs": True, "scale": 0.5},
-        {"rotated": 8, "freqs": True},  # fewer frequencies than MLX puts into device memory
+        {"rotated": 8, "freqs": True},  # MLX passes so few frequencies as `constant`
         {"norms": ""},
         {"norms": "QK"},
         {"norms": "k"},
@@ -132,7 +132,7 @@ def test_every_way_of_rotating(how):
     Case(RAGGED, **how).check()
 
 
-# The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup.
+# The last turn of a split is not full; a SIMD group holds 8, 8 and 2 queries.
 OF_SIZES = [
     {"dims": (128, 128), "rotated": 64, "heads": (8, 2), "dtype": mx.bfloat16},
     {"dims": (72, 40), "rotated": 36, "heads": (18, 1), "dtype": mx.float16},
@@ -191,17 +191,17 @@ def test_rows_of_padding_give_zeros_and_write_nothing():
     assert all(np.isnan(np.array(a)).all() for a in store)
 
 
-# Steps in which a row sees another one's
+# Steps in which a row sees the new row of another
 
 
 @pytest.mark.parametrize(
     ("seq_lens", "tables", "reads"),
     [
-        ((16, 17), ([0, 1], [0, 1, 2]), True),  # the block that the first completes
+        ((16, 17), ([0, 1], [0, 1, 2]), True),  # the block that the first row completes
         ((17, 16), ([0, 1, 2], [0, 1]), True),
         ((16, 17), ([0, 1], [0, 3, 2]), False),
         ((16, 16), ([0, 1], [0, 3]), False),
-        ((24, 17), ([0, 1, 2], [0, 1, 3]), False),  # a block completed before
+        ((24, 17), ([0, 1, 2], [0, 1, 3]), False),  # a block that was complete before
         ((15, 17), ([0, 1], [0, 3, 2]), False),
         ((9,), ([0, 1],), False),
     ],

@@ -23,24 +23,28 @@ from tests.support.kernels.recurrent_cases import (
 )
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.recurrence import QKNorm, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.store import new_ticket
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
-# Gates that are given: one per head, or per column of the state; the state space update.
+# The forms with given gates: one gate per head, one per column of the state, and the state space
+# update.
 GIVEN = ("scalar", "vector", "ssm")
-# Gates of logits, or given per column; the last is the state space update.
+# The forms of layers: gates from logits, gates given per column, and the state space update.
 FUSED = {
-    "softplus": {}, "columns": {}, "bounded": {"lower_bound": -5.0}, "negative": {"beta_scale": 2},
+    "softplus": {},
+    "columns": {},
+    "bounded": {"lower_bound": -5.0},
+    "negative": {"beta_scale": 2},
     "time": None,
-}  # fmt: skip
+}
 KINDS = (*GIVEN, *FUSED)
 FUSED_SIZES = {"dims": (48, 24)}
 LIMITS = (0.1, 1.5)
-# Gates are exponentials of float32 exponents of some units.
+# The tolerance of gates, which are exponentials of float32 numbers of a few units.
 GATES = (2e-5, 1e-5)
 
 
@@ -66,7 +70,7 @@ class Case:
         q, k = rng.standard_normal((2, rows, k_heads, k_dim))
         if kind in FUSED and self.delta:
             self.norm = QKNorm(k_dim**-0.5, 1e-6)
-        else:  # keys have length 1, as in the models
+        else:  # keys have length 1, like those of models
             q, k = q * k_dim**-0.5, k / np.linalg.norm(k, axis=-1, keepdims=True)
         self.q, self.k = rounded(q, dtype), rounded(k, dtype)
         self.v = rounded(rng.standard_normal((rows, v_heads, v_dim)), dtype)
@@ -91,7 +95,7 @@ class Case:
         return [Columns(joined[:, None], start) for start in starts[:5]]
 
     def inputs(self):
-        """Rows, and gates and beta that are given."""
+        """Random rows, gates and beta."""
         rows = [mx.array(a).astype(self.dtype) for a in (self.q, self.k, self.v)]
         beta = mx.array(self.beta)
         beta = beta if self.kind == "ssm" else beta.astype(self.dtype)
@@ -108,7 +112,7 @@ class Case:
         return delta_gates(a, b, a_log, bias, **FUSED[self.kind])
 
     def run(self):
-        """y and the states afterwards."""
+        """The kernel's y, and the states after the launch."""
         *rows, a, b = self.columns()
         arrays = mx.array(self.states), mx.array(self.segments.array), new_ticket()
         how = {"num_k_heads": self.k.shape[1], "max_seqlen": self.max_seqlen, "norm": self.norm}
@@ -153,7 +157,7 @@ class Case:
         np.testing.assert_allclose(states, after, *of_state)
 
     def rows(self, begin, end, segments):
-        """The same rows from begin to end, as another case."""
+        """A case of the rows from begin to end."""
         part = Case(segments, self.kind, dims=self.dims)
         part.a_log, part.bias, part.skip = self.a_log, self.bias, self.skip
         for name in ("q", "k", "v", "gates", "beta", "a", "b"):
@@ -162,7 +166,7 @@ class Case:
 
 
 def case_of(kind, segments, **how):
-    """With the sizes that its form is tried at."""
+    """A case of this form, at the sizes of the tests."""
     return Case(segments, kind, **(FUSED_SIZES if kind in FUSED else {}), **how)
 
 
@@ -187,14 +191,14 @@ def test_heads_and_head_sizes(heads, dims, kind):
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
 @pytest.mark.parametrize("edge", [8, 7])
 def test_columns_of_one_array(edge, tiles):
-    """Heads that begin at a multiple of four elements, and others."""
+    """Heads begin at a multiple of four elements, or not."""
     case = Case(Segments(**RAGGED), tiles=tiles, dtype=mx.bfloat16)
     case.edge = edge
     case.check()
 
 
 def test_one_row_of_few_heads():
-    """Fewer gates than an array in device memory has."""
+    """MLX passes fewer than MIN_ELEMENTS gates in the constant address space."""
     Case(Segments([1]), "scalar", (1, 2), (16, 8)).check()
 
 
@@ -217,7 +221,7 @@ def test_the_same_as_mlx_lm_s_operations(kind, dtype):
     batch = [a[None] for a in case.inputs()]
     theirs, state = gated_delta_ops(*batch, mx.array(case.states[slot])[None])
     y, states = case.run()
-    rtol, atol = TOLERANCE[dtype]  # two roundings of a result may lie a step apart
+    rtol, atol = TOLERANCE[dtype]  # two results that were rounded may differ by a step
     np.testing.assert_allclose(y, np.array(theirs[0].astype(mx.float32)), 2 * rtol, 2 * atol)
     np.testing.assert_allclose(states[slot], np.array(state[0]), *TOLERANCE[mx.float32])
 
@@ -246,14 +250,15 @@ def test_the_same_as_mlx_s_chunked_form():
     theirs, state = mx.fast.gated_delta_update(*(a[None] for a in case.inputs()))
     y, states = case.run()
     rtol, atol = TOLERANCE[mx.float32]
-    np.testing.assert_allclose(y, np.array(theirs[0]), rtol, 4 * atol)  # it takes logarithms
+    # mlx-lm takes logarithms of gates.
+    np.testing.assert_allclose(y, np.array(theirs[0]), rtol, 4 * atol)
     np.testing.assert_allclose(states[case.segments.final[0]], np.array(state[0]), rtol, 4 * atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [1, 8, 13, 19, 20])
 def test_a_prompt_in_chunks_is_the_whole_prompt(cut, kind):
-    """Bit for bit, wherever it is cut, and with one row by itself."""
+    """The bits are equal for every cut, also with one row alone."""
     whole = case_of(kind, Segments([21], fresh={0}))
     y, states = whole.run()
     results, state = [], None
@@ -272,7 +277,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(cut, kind):
 @pytest.mark.skipif(not backend.is_cpu(), reason="compilers may join a product and a sum")
 @pytest.mark.parametrize("kind", GIVEN)
 def test_tiles_give_the_bits_of_rows_alone(kind):
-    """So tokens that are decoded leave the state of a prompt with these tokens."""
+    """So decoded tokens leave the same state as a prompt of these tokens."""
     segments = Segments(**RAGGED)
     tiles, alone = (Case(segments, kind=kind, tiles=is_so) for is_so in (True, False))
     for got, wanted in zip(tiles.run(), alone.run(), strict=True):
@@ -299,7 +304,7 @@ def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
 
 
 def test_gates_of_zero_forget_everything():
-    """And keys that are all the same, which beta 2 reflects: the largest terms."""
+    """All keys are equal and beta is 2, which gives the largest terms."""
     case = Case(Segments([24], fresh=set()), kind="vector")
     case.gates[:] = 1
     case.gates[5, 1] = 0
@@ -316,7 +321,7 @@ def test_gates_of_zero_forget_everything():
 @pytest.mark.parametrize("kind", ["softplus", "bounded", "time"])
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
 def test_nan_of_a_gate_stays_in_its_head(tiles, kind):
-    """And is not limited to a number, which would hide a broken model."""
+    """A limit does not turn NaN into a number, which would hide a broken model."""
     case = case_of(kind, Segments([9, 1], fresh={0}), tiles=tiles)
     case.a[3, 1] = np.nan
     with np.errstate(invalid="ignore"):
@@ -326,7 +331,7 @@ def test_nan_of_a_gate_stays_in_its_head(tiles, kind):
 
 
 def test_logits_that_are_large():
-    """Gates of 0 and of 1, and a beta of 0."""
+    """Logits so large that gates are 0 and 1, and beta is 0."""
     case = case_of("softplus", Segments([9, 1], fresh={0}))
     case.a[::2], case.a[1::2] = 60, -60
     case.b[3] = -90
@@ -342,14 +347,14 @@ def test_rows_of_zeros_have_a_norm():
 
 
 def test_limits_of_a_time_are_finite_and_not_negative():
-    """Template values hold them."""
+    """The limits are template values of the kernel."""
     a = Columns(mx.zeros((2, 4)), 0)
     gates = time_gates(a, mx.zeros(4), mx.zeros(4), (-np.inf, np.inf))
     assert (gates.low, gates.high) == (0, 3e38)
 
 
 def test_logits_of_one_row():
-    """Fewer logits than an array in device memory has."""
+    """MLX passes fewer than MIN_ELEMENTS logits in the constant address space."""
     case = case_of("softplus", Segments([1]))
     whole = case.run()
     case.edge = None

@@ -9,18 +9,18 @@ from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from tests.support.kernels.arrays import floats, normal
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
-# Half a step of the type.
+# Half a step of each type.
 STEP = {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-EPS = 0.03  # so large that another one shows
+EPS = 0.03  # so large that a test notices another eps
 
 
 def check(rows, groups, dim, dtype, *, wide=False, gate_first=False, sigmoid=False, seed=0):
-    """The error is at most three roundings to the type, and those of float32 sums."""
+    """Check that the error is at most three roundings to the type, and that of float32 sums."""
     rng, width = np.random.default_rng(seed), groups * dim
     x = normal(rng, rows, groups, dim, dtype=dtype)
     joined = normal(rng, rows, width + 12, dtype=dtype)
@@ -54,9 +54,14 @@ def test_groups_shorter_and_longer_than_a_simdgroup(groups, dim, wide):
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 6), st.integers(8, 200), st.sampled_from(list(STEP)),
-    st.booleans(), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(8, 200),
+    st.sampled_from(list(STEP)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 @settings(max_examples=25)
 def test_random_shapes(rows, groups, dim, dtype, wide, gate_first, seed):
     check(rows, groups, dim, dtype, wide=wide, gate_first=gate_first, seed=seed)
@@ -64,7 +69,7 @@ def test_random_shapes(rows, groups, dim, dtype, wide, gate_first, seed):
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 def test_the_same_as_qwen3_next_s_layer(dtype):
-    """The bits of mlx-lm, except for rare elements: squares are added up in another order."""
+    """The bits are those of mlx-lm, except for rare elements: the order of the sum differs."""
     rng = np.random.default_rng(1)
     layer = Qwen3NextRMSNormGated(64, EPS)
     layer.weight = normal(rng, 64, dtype=dtype)
@@ -79,7 +84,7 @@ def test_the_same_as_qwen3_next_s_layer(dtype):
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
-    """mlx-lm rounds SiLU too."""
+    """mlx-lm also rounds SiLU."""
     rng = np.random.default_rng(1)
     layer = MambaRMSNormGated(256, EPS, group_size=64)
     layer.weight = normal(rng, 256, dtype=dtype)

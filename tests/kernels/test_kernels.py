@@ -27,7 +27,7 @@ WRITTEN = STORE
 
 BITS = (None, 8, 4)
 ONE_ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
-# (K, V): groups of 32, 64, 40 and 24 values, and unlike ones.
+# Head sizes (K, V), whose quantisation groups have 32, 64, 40 and 24 values; the last differ.
 DIMS = [(32, 32), (128, 128), (80, 80), (72, 72), (192, 128)]
 
 
@@ -92,7 +92,7 @@ def test_all_that_hides_keys_together(dtype, bits, plan):
 
 @pytest.mark.parametrize(("heads", "plan"), [((1, 1), (1, 4)), ((4, 2), (1, 4)), ((2, 1), (2, 2))])
 def test_a_ticket_of_few_rows_and_heads_is_written_whole(heads, plan):
-    """It has at least 8 elements, and lse is the ticket."""
+    """A ticket has at least 8 elements; here lse is the ticket."""
     PagedSequences([33], heads=heads, plan=plan).check()
 
 
@@ -123,7 +123,8 @@ def test_merging_parts_is_attending_to_the_whole(empty, splits, seed):
 
 
 def random_rows(spec: LayerSpec, count: int) -> list[mx.array]:
-    """K and V rows, those of the first head flat and those of the second huge; one nearly flat."""
+    """Rows of K and V: equal values in the first head, huge ones in the second, and a row of nearly
+    equal values."""
     rng = np.random.default_rng(0)
     rows = [draw(rng, count, spec.num_kv_heads, d) for d in (spec.k_head_dim, spec.v_head_dim)]
     for array in rows:
@@ -189,7 +190,7 @@ def test_gather_rows_copies_the_bytes(dtype, shape):
 
 
 def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
-    """65,535; only x may be longer."""
+    """CUDA allows 65,535 threadgroups in y and z; only x may be longer."""
     grids, launch = [], Kernel.__call__
 
     def noting(self, arrays, template, grid, *args):
@@ -200,10 +201,10 @@ def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
     rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
     index, spec = mx.arange(70_000, dtype=mx.int32) % 10, LayerSpec(1, 8, 8, mx.float32)
     store = LayerStore(rows, -rows, new_ticket(), spec)
-    with installed():  # unchecked, for there is much to copy
+    with installed():  # without the checker: there is much to copy
         got = [gather_rows(rows, index), *kv_gather(index, store)[:2]]
         for out, of in zip(got, (rows, rows, -rows), strict=True):
-            assert mx.array_equal(out.reshape(-1, 1, 8), of[index])  # of one head
+            assert mx.array_equal(out.reshape(-1, 1, 8), of[index])  # one head
     assert [grid[1:] for grid in grids] == [(1, 1)] * 2
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from metal.host import HostError, KernelFault, installed, mlx_source
 from tests.support.kernels.attention_runs import kv_write
-from tests.support.kernels.runs import RUN, WRITTEN
 from tests.support.kernels.seeded_faults import FAULTS
+from tests.support.kernels.table import RUN, WRITTEN
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 
@@ -40,7 +40,7 @@ def test_accepted_by_the_strict_front_end(kernel, dtype, monkeypatch):
 
 
 def outcome(kernel, schedule):
-    """What a run gives: its outputs in float64, or the kind of the fault."""
+    """The outputs of a run in float64, or the kind of the fault that the checker reports."""
     try:
         with on_host(checked=True, schedule=schedule):
             return [np.array(a).astype(np.float64) for a in RUN[kernel](mx.float32)]
@@ -50,7 +50,7 @@ def outcome(kernel, schedule):
 
 @cache
 def right(kernel):
-    """The outputs of a kernel as it is."""
+    """The outputs of a kernel without a fault."""
     found = outcome(kernel, 3)
     assert not isinstance(found, str), found
     return found

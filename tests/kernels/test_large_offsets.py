@@ -15,12 +15,12 @@ import pytest
 from metal.host import installed, memory
 from tests.support.kernels.arrays import floats
 from tests.support.kernels.recurrent_cases import given
-from tests.support.kernels.runs import WRITTEN
+from tests.support.kernels.table import WRITTEN
 from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope, Scores
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
 from vllm_metal_lite.kernels.gated_delta import gated_delta
@@ -28,10 +28,8 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
@@ -39,7 +37,7 @@ from vllm_metal_lite.recurrence.kernels import pack_segments
 
 BEYOND = 1 << 31
 BLOCK_SIZE = 16
-# Memory that is not counted before a page is touched.
+# Memory whose pages count only when they are touched.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -75,7 +73,7 @@ def ones(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
 
 
 def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
-    """One row, whose state is in the last slot."""
+    """A segment of one row; its state is in the last slot."""
     last = np.array([slots - 1], np.int32)
     segments = pack_segments(np.array([0, 1]), last, last, 1)
     return mx.array(segments), segments
@@ -99,7 +97,7 @@ def huge_store(heads: int = 1, bits: int | None = None) -> Iterator[Far]:
 
 
 def reading(attend: Callable[[Far], mx.array], heads: int = 1) -> Callable[[], None]:
-    """A query of ones sees one far block, of keys that it likes, and one near block of zeros."""
+    """A query of ones sees a far block, with keys of a large score, and a near block of zeros."""
 
     def run() -> None:
         with huge_store(heads) as far:
@@ -110,7 +108,7 @@ def reading(attend: Callable[[Far], mx.array], heads: int = 1) -> Callable[[], N
 
 
 def writing(write: Callable[[Far], object], bits: int | None = None) -> Callable[[], None]:
-    """Rows that are not zero go to the last slot."""
+    """Rows that are not zero are written to the last slot."""
 
     def run() -> None:
         with huge_store(bits=bits) as far:
@@ -124,7 +122,7 @@ def gathering(bits: int | None) -> Callable[[], None]:
     def run() -> None:
         with huge_store(bits=bits) as far:
             for rows in far.data:
-                rows[-1] = 0x3C003C00 if bits else 1  # as a scale and a low, two ones
+                rows[-1] = 0x3C003C00 if bits else 1  # the scale and the lowest value, both 1
             gathered = kv_gather(far.slot, far.store)
             np.testing.assert_array_equal([floats(rows).all() for rows in gathered[:2]], True)
 
@@ -168,14 +166,14 @@ def new_latents(far: Far) -> list[mx.array]:
 
 
 def gather() -> None:
-    with huge(BEYOND // 2048 + 2, 4096) as (rows, data):  # words count, two elements each
+    with huge(BEYOND // 2048 + 2, 4096) as (rows, data):  # a word has two elements
         data[-1] = 2
         y = gather_rows(rows, mx.array([len(data) - 1], mx.int32))
     np.testing.assert_array_equal(floats(y), 2)
 
 
 def expert() -> None:
-    """The last of many experts, with few and long columns, so that little is multiplied."""
+    """Rows choose the last of many experts.  Experts have few, long rows, so products are small."""
     depth = (1 << 17) + 256
     with huge(1024, 16, depth) as (weight, data):
         data[-1] = 0.5
@@ -210,7 +208,7 @@ def recurrence() -> None:
 
 
 def norm() -> None:
-    """A gate in columns of an array of that width."""
+    """The gate lies in columns of an array of this width."""
     width = BEYOND // 4 + 64
     with huge(5, width) as (z, data):
         data[4, :64] = 60
@@ -240,7 +238,7 @@ CASES = {
     "gated_delta": recurrence,
     "gated_rms_norm": norm,
 }
-# Kernel, source text, and the same text with 32 bits.
+# A kernel, a text of its source, and the same text with an offset of 32 bits.
 OF_TILE = "const size_t row = size_t(slots[key])", "const int row = slots[key]"
 FAULTS = [
     ("paged_decode", "thread size_t row[UNROLL]", "thread int row[UNROLL]"),

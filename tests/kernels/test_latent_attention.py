@@ -57,7 +57,8 @@ def check(*args, splits=1, **kwargs) -> None:
     Case(*args, **kwargs).check(splits=splits)
 
 
-# One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
+# Segments of one row, of less than a tile of keys, of whole tiles, after a context, and of more
+# than one tile.
 RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (16, 64), (20, 37)]
 
 
@@ -74,7 +75,7 @@ def test_ragged_segments(dtype, splits):
      (2, 40, 24, mx.bfloat16), (7, 448, 8, mx.bfloat16)],
 )  # fmt: skip
 def test_the_sizes_of_models(heads, latent_dim, rope, dtype):
-    """GLM 4.7 Flash, DeepSeek V2 Lite, MiniCPM 3, and others."""
+    """The sizes are those of GLM 4.7 Flash, DeepSeek V2 Lite, MiniCPM 3, and others."""
     check([(1, 40), (3, 27)], heads=heads, latent_dim=latent_dim, rope=rope, dtype=dtype, padding=1)
 
 
@@ -141,7 +142,8 @@ def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split):
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("heads", [2, 40])
 def test_decodes(heads, splits):
-    """A segment a row, the last one of padding, in tiles of their own; the same bits."""
+    """Decodes are segments of one row with tiles of their own; the last row is padding.  The bits
+    are those of one packed step."""
     case = Case([(1, n) for n in (1, 7, 40, 16, 33)], heads=heads, padding=0)
     case.seq_lens[3] = 0
     expected = case.run(splits)

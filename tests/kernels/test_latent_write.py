@@ -6,28 +6,31 @@ import pytest
 from tests.support.kernels.arrays import STORE, TOLERANCE, draw, rounded
 from tests.support.kernels.new_rows_cases import turned
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
 
-SLOTS, EPS = 24, 0.03  # an eps that shows
+SLOTS, EPS = 24, 0.03  # so large that a test notices another eps
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("heads", "nope", "latent_dim", "rope"),
-    [(20, 24, 512, Rope(64, True, 1e4, 1.0, None)), (3, 8, 64, Rope(8, False, 1e4, 0.5, None)),
-     (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32))),
-     (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466))],
-)  # fmt: skip
+    [
+        (20, 24, 512, Rope(64, True, 1e4, 1.0, None)),
+        (3, 8, 64, Rope(8, False, 1e4, 0.5, None)),
+        (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32))),
+        (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466)),
+    ],
+)
 def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
-    """Rotary parts behind others of the same head, latents and rotary keys side by side."""
+    """Queries have a rotary part after another part of each head; latents and rotary keys lie side
+    by side."""
     rng, rows, width = np.random.default_rng(0), 6, nope + rope.dims
     q = draw(rng, rows, heads * width, dtype=dtype)
     kv = draw(rng, rows, latent_dim + rope.dims, dtype=dtype)

@@ -19,7 +19,7 @@ WRITTEN = STORE
 
 
 FEW = [0, 1, 5, 13, 2, 40]
-FACTOR = 1.3466  # of gpt-oss; no 16-bit type holds it exactly
+FACTOR = 1.3466  # gpt-oss's; no 16-bit type holds it exactly
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -83,12 +83,12 @@ def test_long_prompts_take_several_heads_a_simdgroup(heads, monkeypatch):
 
 @pytest.mark.parametrize("position", [100_000, 1_000_000])
 def test_angles_of_large_positions(position):
-    """Exact angles: only the error of the sines remains, which is tiny."""
+    """Angles are exact, so only the small error of the sines remains."""
     NewRowsCase([position - 1, position], freqs=True, norms="", dims=(64, 64), rotated=64).check()
 
 
 def test_large_positions_give_what_mlx_gives():
-    """Of frequencies as models have them: both round the same angles."""
+    """With the frequencies of models, both round the same angles."""
     freqs = mx.array((10_000 ** (np.arange(32) / 32)).astype(np.float32))
     case = NewRowsCase([99_999, 100_000, 1_000_000], norms="", dims=(64, 64), rotated=64)
     case.rope = case.rope._replace(base=None, freqs=freqs)
@@ -114,7 +114,7 @@ def test_against_mlx(dtype, traditional):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_a_norm_alone_gives_the_bits_of_mlx(dtype):
-    """Except for rare elements, because squares are summed in another order."""
+    """Rare elements differ, because squares are summed in another order."""
     case = NewRowsCase(FEW, dtype=dtype, rotated=0)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
     assert (case.run()[0] != np.array(q.astype(mx.float32))).mean() <= 0.01
@@ -169,7 +169,8 @@ def test_bad_columns_are_named(change, reason):
 )
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_rope_write_puts_the_bits_that_pack_gives_of_what_it_puts_otherwise(dtype, dims, bits):
-    """Heads of several kinds a simdgroup; rows without a slot; nothing else is written."""
+    """A SIMD group serves heads of several kinds; some rows have no slot.  Nothing else is
+    written."""
     how = {"heads": (12, 3), "dims": dims, "rotated": dims[0] // 4 * 2, "dtype": dtype}
     plain, case = (NewRowsCase([0, 1, 5, 13, 2, 40], **how, bits=b) for b in (None, bits))
     (q, *rows), (got, *store) = plain.launch(), case.launch()

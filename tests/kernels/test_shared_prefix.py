@@ -28,7 +28,8 @@ class Case(PagedSequences):
         super().__init__(abs(own) + self.prefix_lens, **how)
 
     def draw_blocks(self, block_size: int) -> tuple[np.ndarray, int]:
-        """Whole blocks are shared; a prefix that ends within one leaves the rest of it unread."""
+        """Whole blocks are shared.  If a prefix ends within a block, the rest of that block is not
+        read."""
         tables, slots = super().draw_blocks(block_size)
         blocks, having = -(-self.prefix_len // block_size), np.flatnonzero(self.prefix_lens)
         tables[having, :blocks] = tables[having[0], :blocks]
@@ -77,9 +78,14 @@ def test_head_dims(dim, v_dim, dtype):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("dim", "v_dim", "dtype"),
-    [(64, 64, mx.bfloat16), (72, 72, mx.float16), (80, 96, mx.float32), (192, 128, mx.float32),
-     (256, 256, mx.bfloat16)],
-)  # fmt: skip
+    [
+        (64, 64, mx.bfloat16),
+        (72, 72, mx.float16),
+        (80, 96, mx.float32),
+        (192, 128, mx.float32),
+        (256, 256, mx.bfloat16),
+    ],
+)
 def test_quantised_head_dims(dim, v_dim, dtype, bits):
     Case(ROWS, 70, dim=dim, v_dim=v_dim, dtype=dtype, heads=(8, 2), splits=2, bits=bits).check()
 

@@ -10,9 +10,15 @@ from tests.support.kernels.arrays import floats, normal
 from tests.support.kernels.expert_cases import HALF_A_STEP
 from tests.support.kernels.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, fits, gemm_plan, skinny_gemm
-from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
+from vllm_metal_lite.kernels.arguments import RMSNorm
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, gemm_plan, serves, skinny_gemm
+from vllm_metal_lite.kernels.weight_formats import (
+    READABLE,
+    QuantisedWeight,
+    Weight,
+    quantised,
+    shape_of,
+)
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -21,12 +27,12 @@ DTYPES = [mx.float16, mx.bfloat16]
 
 
 def draw(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> list[mx.array]:
-    """x (rows, depth) and weight (outputs, depth)."""
+    """Random x (rows, depth) and weight (outputs, depth)."""
     rng = np.random.default_rng(seed)
     return [normal(rng, count, depth, dtype=dtype) for count in (rows, outputs)]
 
 
-EPS = 0.03  # so large that another one shows
+EPS = 0.03  # so large that a test notices another eps
 
 
 def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
@@ -34,7 +40,7 @@ def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 
 
 def values(weight: Weight, dtype: mx.Dtype, in_lanes: bool = False) -> np.ndarray:
-    """The weight as `skinny_gemm` rounds it: halves in bfloat16 away from zero."""
+    """The weight as `skinny_gemm` rounds it: in bfloat16, halves are rounded away from zero."""
     if isinstance(weight, mx.array):
         return floats(weight)
     exact = dequantised(weight).astype(np.float32)
@@ -61,14 +67,14 @@ def check(
     residual: mx.array | None = None,
     gate: str | None = None,
 ) -> None:
-    """Half a step for each rounding, and a little for sums in float32."""
+    """The allowed error: half a step for each rounding, and a little for sums in float32."""
     norm = None if gain is None else RMSNorm(gain, EPS)
     how = {"norm": norm, "bias": bias, "residual": residual, "gate": gate}
     plan = plan or gemm_plan(len(x), shape_of(weight))
     got = skinny_gemm(x, weight, plan=plan, **how)
     assert got.dtype == x.dtype
     step, rows, w = HALF_A_STEP[x.dtype], floats(x), values(weight, x.dtype, plan.in_lanes)
-    loose = np.zeros((len(rows), 1))  # what a normalised element that rounds the other way moves
+    loose = np.zeros((len(rows), 1))  # one normalised element may be rounded the other way
     if gain is not None:
         exact = rows / np.sqrt((rows**2).mean(1, keepdims=True) + EPS)
         rows = rounded(rounded(exact, x.dtype) * floats(gain), x.dtype)
@@ -93,7 +99,7 @@ def check(
 
 
 def with_all(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> dict:
-    """gain, bias of a gated product, and a residual of this number of columns."""
+    """A gain, the bias of a gated product, and a residual of this number of columns."""
     rng = np.random.default_rng(seed + 1000)
     gain, residual = rng.standard_normal(depth), rng.standard_normal((rows, outputs))
     bias = rng.standard_normal(2 * outputs)
@@ -106,13 +112,18 @@ NEIGHBOURS = st.sets(st.sampled_from(["gain", "bias", "residual"]))
 
 
 @given(
-    st.integers(1, MAX_ROWS), st.integers(1, 60), st.integers(1, 40),
-    st.sampled_from([*[None] * 2 * len(READABLE), *READABLE]), st.sampled_from(DTYPES),
-    NEIGHBOURS, GATES, st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, MAX_ROWS),
+    st.integers(1, 60),
+    st.integers(1, 40),
+    st.sampled_from([*[None] * 2 * len(READABLE), *READABLE]),
+    st.sampled_from(DTYPES),
+    NEIGHBOURS,
+    GATES,
+    st.integers(0, 99),
+)
 @settings(max_examples=48)
 def test_random_shapes(rows, outputs, chunks, how, dtype, what, gate, seed):
-    """A norm, a bias, a gate, a residual sum, alone and together; nothing but the product."""
+    """The product alone; with a norm, a bias, a gate or a residual sum; and with all of them."""
     if how is not None:
         outputs, chunks = max(outputs, 8), -(-chunks // 4)
     depth = chunks * (32 if how is None else 64 if how.bits == 6 else max(32, how.group_size))
@@ -132,7 +143,7 @@ def test_random_shapes(rows, outputs, chunks, how, dtype, what, gate, seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", READABLE, ids=str)
 def test_every_quantisation(how, dtype):
-    """Loads at once, alone, and of fewer chunks than others."""
+    """Several loads in flight, a single one, and a last one of fewer chunks."""
     depth = 896 if how.group_size == 128 else 960
     x, weight = draw(11, 42, depth, dtype)
     check(x, quantised(weight, how))
@@ -143,7 +154,8 @@ def test_every_quantisation(how, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", READABLE, ids=str)
 def test_every_quantisation_of_few_rows(how, dtype):
-    """In lanes; loads at once, alone, and of fewer chunks than others."""
+    """Products in lanes, with several loads in flight, a single one, and a last one of fewer
+    chunks."""
     depth = 896 if how.group_size == 128 else 960
     for rows, plan in ((1, GemmPlan(2, 2, 4, 32, True)), (3, GemmPlan(4, 1, 4, 16, True))):
         x, weight = draw(rows, 42, depth, dtype)
@@ -153,7 +165,7 @@ def test_every_quantisation_of_few_rows(how, dtype):
 
 @pytest.mark.parametrize("how", READABLE, ids=str)
 def test_every_code_has_its_value(how):
-    """A row of x with one 1 and zeros gives a column of the weight, to the bit."""
+    """If a row of x has one 1 and zeros, the product is a column of the weight, to the bit."""
     codes = 1 << how.bits
     rows, depth = (16, 16 * how.group_size) if codes == 16 else (codes, 4 * how.group_size)
     rng = np.random.default_rng(3)
@@ -181,7 +193,7 @@ def test_a_scale_of_nan_stays_in_its_row():
     assert (np.isnan(floats(skinny_gemm(x, weight))) == (np.arange(20) == 7)).all()
 
 
-# Those of gemm_plan; fewer rows held than there are, and one simdgroup.
+# Plans of gemm_plan; one that holds fewer rows than there are; and one of one SIMD group.
 PLANS = [
     GemmPlan(8, 1), GemmPlan(8, 2), GemmPlan(8, 4), GemmPlan(16, 2), GemmPlan(16, 1),
     GemmPlan(1, 2), GemmPlan(3, 3), GemmPlan(8, 2, 1, 32),
@@ -198,7 +210,7 @@ def test_plans(rows, plan):
 
 @pytest.mark.parametrize("rows", [9, 3], ids=["matrices", "lanes"])
 def test_a_norm_is_the_one_that_mlx_computes(rows):
-    """The same bits as a separate norm, because the same values are rounded."""
+    """The bits equal those with a separate norm, because the same values are rounded."""
     x, weight = draw(rows, 40, 512, mx.bfloat16)
     weight = quantised(weight, Quantisation(4, 64))
     gain = with_all(rows, 40, 512, mx.bfloat16)["gain"]
@@ -208,7 +220,8 @@ def test_a_norm_is_the_one_that_mlx_computes(rows):
 
 
 def test_swiglu_is_the_one_that_mlx_computes():
-    """To a step of the result.  (In float16 MLX's own loses small results on a CPU.)"""
+    """The difference is at most a step of the result.  (In float16 MLX's own loses small results on
+    a CPU.)"""
     x, weight = draw(9, 80, 512, mx.bfloat16)
     gate, up = mx.split(skinny_gemm(x, weight), 2, axis=1)
     got = floats(skinny_gemm(x, weight, gate="silu"))
@@ -236,7 +249,8 @@ def test_the_plans_that_are_used_are_tried_here():
 @pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("rows", [5, 20, 64])
 def test_plans_for_quantised_weights(rows, bits):
-    """With few outputs, by the plans for many and few, of short rows and of long ones."""
+    """A weight of few outputs, by the plans for many and for few outputs, with short and long
+    rows."""
     how = Quantisation(bits, 32)
     for depth in (64, 2048):
         x, weight = draw(rows, 40, depth, mx.bfloat16)
@@ -246,12 +260,12 @@ def test_plans_for_quantised_weights(rows, bits):
 
 
 def test_a_weight_of_many_rows():
-    """By the plan for it, the last threadgroup not full."""
+    """The last threadgroup of gemm_plan is not full."""
     check(*draw(17, 4100, 64, mx.bfloat16))
 
 
 def test_rows_do_not_touch_each_other():
-    """NaN in a row of x and in one of the weight, and infinity in the row that padding repeats."""
+    """A row of x and a row of the weight have NaN; the row that padding repeats has infinity."""
     x, weight = draw(11, 21, 96, mx.float16)
     expected = floats(skinny_gemm(x, weight))
     x[3, 7], x[10, 0], weight[18, 95] = np.nan, np.inf, np.nan
@@ -265,7 +279,7 @@ def test_rows_do_not_touch_each_other():
 
 
 def test_rows_of_a_larger_array():
-    """What lies behind them, and behind the weight, is NaN."""
+    """The memory after the rows, and after the weight, is NaN."""
     x, weight = draw(16, 24, 64, mx.bfloat16)
     few = quantised(weight, Quantisation(4, 32))
     expected = floats(skinny_gemm(x[4:9], weight[8:21]))
@@ -277,7 +291,7 @@ def test_rows_of_a_larger_array():
 
 
 def test_a_row_in_lanes_does_not_depend_on_the_others():
-    """The same bits alone and beside others; one of these is NaN."""
+    """A row has the same bits alone and beside other rows, also if one of these is NaN."""
     x, weight = draw(4, 21, 960, mx.float16)
     weight = quantised(weight, Quantisation(8, 64))
     alone = [floats(skinny_gemm(x[i : i + 1], weight))[0] for i in range(4)]
@@ -307,15 +321,15 @@ BAD_QUANTISED = {
 def test_a_bad_quantised_weight_is_not_served(bad):
     how, depth, dtype, of_weight = BAD_QUANTISED[bad]
     x, weight = mx.ones((2, depth), dtype), quantised(mx.ones((7, depth), of_weight), how)
-    assert not fits(x, weight)
+    assert not serves(x, weight)
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
     *shapes, dtype, other = BAD[bad]
     x, weight = mx.zeros(shapes[0], dtype), mx.zeros(shapes[1], other)
-    if bad != "unlike depths":  # which no layer has
-        assert not fits(x, weight)
+    if bad != "unlike depths":  # no layer has such a weight
+        assert not serves(x, weight)
         return
     with pytest.raises(ValueError, match=r"x must be \(\d+, \d+\) .*, not \("):
         skinny_gemm(x, weight)

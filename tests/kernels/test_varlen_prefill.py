@@ -34,18 +34,23 @@ class Case(AttentionCase):
         return self.floats(out)
 
 
-# One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
+# Segments of one row, of less than a tile of keys, of whole tiles, after a context, and of more
+# than one tile.
 RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (32, 64), (40, 57)]
 VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
 
 
-# Where it has four query heads with four KV heads, two with two are enough.
+# Two query heads with two KV heads test the same as four with four.
 @pytest.mark.parametrize("segments", VLLM_SHAPES, ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
     ("dtype", "heads", "window", "softcap"),
-    [(mx.float32, (8, 2), 256, None), (mx.float32, (5, 1), None, 50.0),
-     (mx.float16, (8, 2), 256, 50.0), (mx.bfloat16, (2, 2), None, None)],
-)  # fmt: skip
+    [
+        (mx.float32, (8, 2), 256, None),
+        (mx.float32, (5, 1), None, 50.0),
+        (mx.float16, (8, 2), 256, 50.0),
+        (mx.bfloat16, (2, 2), None, None),
+    ],
+)
 def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
     Case(
         segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0
@@ -74,7 +79,7 @@ def test_simdgroups_that_share_rows_give_the_same_bits(dim, dtype, monkeypatch):
     np.testing.assert_array_equal(*got)
 
 
-# Groups of 32, 64, 40, 24 and 48 values; rows of an odd and of an even number of words.
+# Quantisation groups of 32, 64, 40, 24 and 48 values; rows of odd and even numbers of words.
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(

@@ -56,8 +56,12 @@ def draw(dim: int, dtype: mx.Dtype, seed: int = 0, rows: int = 64) -> mx.array:
     return of_type(values, dtype)
 
 
-@given(st.sampled_from(list(GROUPS)), st.sampled_from(BITS), st.sampled_from(list(ROUNDING)),
-       st.integers(0, 99))  # fmt: skip
+@given(
+    dim=st.sampled_from(list(GROUPS)),
+    bits=st.sampled_from(BITS),
+    dtype=st.sampled_from(list(ROUNDING)),
+    seed=st.integers(0, 99),
+)
 def test_no_value_moves_by_more_than_half_a_step(dim, bits, dtype, seed):
     row, rows = RowFormat(dim, dtype, bits), draw(dim, dtype, seed)
     kept = row.pack(rows)
@@ -222,8 +226,8 @@ def steps(own: mx.array, kept: mx.array, bits: int) -> float:
 
 # Plain, norms, windows, sinks and windows, experts, latents, layers that share K and V, recurrent
 # layers beside, chunks, by segment, and by segment with an indexer's rows, which have no values.
-NAMES = ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "gemma3n",
-         "qwen3_next", "llama4", "gpt_bigcode", "deepseek_v32"]  # fmt: skip
+NAMES = ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "gemma3n"]
+NAMES += ["qwen3_next", "llama4", "gpt_bigcode", "deepseek_v32"]
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -11,6 +11,7 @@ from tests.support.engine.batches import pack
 from tests.support.engine.runner_bench import RunnerBench
 from tests.support.kernels.device import pretend_gpu
 from tests.support.models import tiny_models as tiny
+from vllm_metal_lite.assembly import choose_attention
 from vllm_metal_lite.attention.sdpa import execute
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
@@ -18,9 +19,8 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import trial
-from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.step import SequenceStep
-from vllm_metal_lite.runner.build import choose_attention
+from vllm_metal_lite.model.seam.kv_segments import rebuild
+from vllm_metal_lite.model.seam.sequences import SequenceStep
 
 # What makes each of them need it.
 NAMES = {

@@ -7,9 +7,8 @@ from tests.support.models.tiny_models import build, load
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.adapters import adapt
-from vllm_metal_lite.model.fit import fit, foresee
 from vllm_metal_lite.model.layout import find_layout
-from vllm_metal_lite.model.trial import Trial
+from vllm_metal_lite.model.trial import Trial, fit, foresee
 
 
 def mode(name, **how):

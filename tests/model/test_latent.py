@@ -15,6 +15,7 @@ from tests.support.kernels.device import change_device, pretend_gpu
 from tests.support.kernels.launches import watch
 from tests.support.models import configs as arch_configs
 from tests.support.models import tiny_models as tiny
+from vllm_metal_lite.assembly import choose_attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
@@ -23,7 +24,6 @@ from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
-from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -20,7 +20,7 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model import loader
-from vllm_metal_lite.model.weights import cast, expand
+from vllm_metal_lite.model.layer_weights import cast, expand
 
 TOKENS = tiny.prompts(1, 24, 24, seed=8)[0]
 MODES = {

@@ -6,6 +6,7 @@ import mlx.nn as nn
 import pytest
 
 from metal.host import installed
+from tests.support.kernels.device import limit_memory
 from tests.support.kernels.failing import FailingKernels
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
@@ -201,7 +202,7 @@ def test_states_are_counted_one_a_slot(monkeypatch):
     (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
     assert slots == 8 + 15 * 8
-    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
+    limit_memory(monkeypatch, model.state_bytes << 14)
     for num_blocks in None, 1:
         too_many = EngineConfig(max_num_seqs=1 << 14, num_blocks=num_blocks)
         with pytest.raises(OutOfMemoryError, match=r"states of 16384 requests.*max_num_seqs"):
@@ -227,7 +228,7 @@ def test_checkpoints_have_the_memory_that_they_are_given(gib, slots):
 def test_checkpoints_that_do_not_fit_are_counted_in_the_error(monkeypatch):
     model = tiny.packed("qwen3_next")
     config = EngineConfig(max_num_seqs=8, state_cache_gib=1)
-    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes * 100)
+    limit_memory(monkeypatch, model.state_bytes * 100)
     with pytest.raises(
         OutOfMemoryError, match=r"of 8 requests and \d+ checkpoints .*state_cache_gib"
     ):

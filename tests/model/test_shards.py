@@ -12,8 +12,7 @@ from tests.support.models.configs import config_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.model import loader, trial
-from vllm_metal_lite.model.ranks import shards
+from vllm_metal_lite.model import loader, shards, trial
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 

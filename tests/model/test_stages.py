@@ -11,9 +11,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import loader, trial
+from vllm_metal_lite.model import loader, stages, trial
 from vllm_metal_lite.model.layout import find_layout
-from vllm_metal_lite.model.ranks import stages
 
 HERE = "tests.model.test_stages"
 # Layers of one kind, an odd number of them, windows, experts, latents, recurrent layers; and some

@@ -9,7 +9,7 @@ import pytest
 from tests.support.engine import rank_threads
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import config_of
-from tests.support.models.rounding import medians, of_16_bits, rounding
+from tests.support.models.rounding import gather_in_16_bits, medians, rounding
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import KernelError
@@ -89,7 +89,7 @@ def test_a_model_whose_experts_flip_is_not_refused(name):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit_is_refused_whatever_rounding_does(monkeypatch, name, dtype):
-    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    gather_in_16_bits(monkeypatch)
     model = build(name, dtype, **EXPERTS | {"num_hidden_layers": 4})
     ours, judge = packed(model, name), trial.Trial(model, tiny.VOCAB)
     assert judge.problem(ours, attention(ours)) is None
@@ -182,3 +182,4 @@ def test_a_fault_of_ours_is_logged_with_its_traceback(monkeypatch, caplog):
     assert "execute_calls" in tiny.load("llama").packed.by_segment
     assert "a fault of vllm-metal-lite: llama does not run packed" in caplog.text
     assert "Traceback" in caplog.text
+    caplog.clear()

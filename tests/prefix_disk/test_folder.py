@@ -26,8 +26,8 @@ from vllm_metal_lite.prefix_disk import folder as module
 from vllm_metal_lite.prefix_disk.folder import Folder
 
 ROOT = Path(__file__).parents[2]
-SIZE = 20_000  # of a file's content
-TAKEN = 5 * 4096  # in the quota
+SIZE = 20_000  # bytes of a file's content
+TAKEN = 5 * 4096  # bytes that such a file takes of the quota
 QUOTA = 12 * TAKEN
 
 WRITER = """
@@ -64,7 +64,7 @@ def write(folder: Folder, *numbers: int) -> int:
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Of all files but the lock."""
+    """The bytes of all files but the lock."""
     total = 0
     for file in path.glob("*/*"):
         with suppress(FileNotFoundError):
@@ -73,7 +73,7 @@ def bytes_on_disk(path: Path) -> int:
 
 
 def check(path: Path, quota: int = QUOTA) -> int:
-    """Nothing is over the quota, and all that can be read is right; returns the number of files."""
+    """Check the quota and the content of all files; returns the number of files."""
     assert bytes_on_disk(path) <= quota
     folder = folder_at(path, quota)
     assert not list((path / "tmp").iterdir())

@@ -27,17 +27,16 @@ from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.prefix_disk import folder, speeds
+from vllm_metal_lite.prefix_disk import folder, reader
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.disk import PrefixDisk
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.speeds import Speeds
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
-# Dense, latents, windows, recurrent layers alone and with attention, experts, shared indexers.
+# Models that are dense, or have latents, windows, recurrent layers, experts or shared indexers.
 NAMES = (
     "llama", "qwen3", "deepseek_v3", "gemma3/w9", "gpt_oss", "llama4", "mamba2", "rwkv7", "lfm2",
     "qwen3_next", "jamba", "kimi_linear", "deepseek_v32",
@@ -46,7 +45,6 @@ LONG_TEST, THOROUGH = pytest.mark.long, pytest.mark.thorough
 LONG, OTHER = tiny.prompts(2, 60, 60, seed=5)
 # The first is used again, as a whole and in part.
 PROMPTS = [LONG, LONG, LONG[:48] + OTHER[:10]]
-PREFER_READING = Speeds.prefer_reading
 MEASURED = 4  # a seed whose engines decide by their own speeds
 start = partial(tiny.engine, prefix_disk_gib=1)  # an engine that keeps prefixes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -57,8 +55,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Parts, "min_tokens", 8)
     monkeypatch.setattr(folder.Folder, "free_margin", 0)  # the disk of a test machine may be full
-    monkeypatch.setattr(speeds, "_MIN_ROWS", 8)
-    monkeypatch.setattr(Speeds, "prefer_reading", lambda *_: True)  # whatever the speed here
+    monkeypatch.setattr(reader, "_MIN_ROWS", 8)
+    monkeypatch.setattr(reader, "_READ", 1e18)  # reading is preferred, whatever the speed here
 
 
 def restarted(name: str, **options: Any) -> tuple[LLMEngine, list[list[int]]]:
@@ -144,7 +142,7 @@ def test_bytes_after_a_restart_are_equal(name):
 
 
 def bytes_of(engine: LLMEngine, prefix: list[int]) -> list[bytes]:
-    """Of the blocks of a prefix, and of the state behind it."""
+    """The bytes of a prefix: of its blocks, and of the state after it."""
     of, names = engine.prefix_disk, []
     extend_block_names(names, prefix, 8, len(prefix) // 8)
     parts = of.parts.of(names)
@@ -188,13 +186,11 @@ def test_a_prefix_that_lost_a_file_is_completed_at_its_next_use(name):
     assert serve(start(name), PROMPTS[:2])[0].num_restored_tokens == 56
 
 
-def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
+def test_others_go_on_while_a_request_waits_for_the_disk():
     again, expected = restarted("llama")
     allowed = Event()
-    read = folder.Folder.read
-    monkeypatch.setattr(
-        folder.Folder, "read", lambda self, *args: allowed.wait() and read(self, *args)
-    )
+    read = again.prefix_disk.folder.read
+    again.prefix_disk.folder.read = lambda *args: allowed.wait() and read(*args)
     again.add_request("held", LONG, GREEDY)
     again.add_request("passes", OTHER, GREEDY)
     passed = None
@@ -208,19 +204,20 @@ def test_others_go_on_while_a_request_waits_for_the_disk(monkeypatch):
     assert tiny.tokens_of([held]) == expected[:1]
 
 
-def test_an_interrupt_during_a_restore(monkeypatch):
+def test_an_interrupt_during_a_restore():
     again, expected = restarted("gemma3/w9")
-    write = BlockBytes.write
+    blocks = again.prefix_disk.blocks
+    write = blocks.write
 
-    def interrupted(self: BlockBytes, *args: Any) -> None:
-        write(self, *args)
+    def interrupted(*args: Any) -> None:
+        write(*args)
         raise KeyboardInterrupt
 
     again.add_request("a", LONG, GREEDY)
-    monkeypatch.setattr(BlockBytes, "write", interrupted)
+    blocks.write = interrupted
     with pytest.raises(KeyboardInterrupt):
         tiny.run(again)
-    monkeypatch.setattr(BlockBytes, "write", write)
+    blocks.write = write
     output = tiny.run(again)["a"]
     assert (tiny.tokens_of([output]), output.num_restored_tokens) == (expected[:1], 56)
     assert tiny.tokens_of(serve(again, [LONG])) == expected[:1]
@@ -261,18 +258,16 @@ def test_a_restore_that_nobody_wants_any_more_leaves_nothing(how):
     "seed", [0, MEASURED, *(pytest.param(n, marks=THOROUGH) for n in (1, 2, 3))]
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3/w9", "qwen3_next", "mamba2"])
-def test_many_requests_and_restarts_over_few_blocks(name, seed, monkeypatch):
+def test_many_requests_and_restarts_over_few_blocks(name, seed):
     """Prefixes come and go in memory, and requests are preempted and aborted meanwhile."""
-    if seed == MEASURED:
-        monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     numbers = random.Random(seed)
     stems = tiny.prompts(3, 60, 60, seed=11)
     restored = 0
     for _ in range(3):
-        engine = start(
-            name, num_blocks=numbers.choice([16, 24, 40]), max_num_seqs=3,
-            state_cache_gib=numbers.choice([None, 0.0001]),
-        )  # fmt: skip
+        num_blocks, gib = numbers.choice([16, 24, 40]), numbers.choice([None, 0.0001])
+        engine = start(name, num_blocks=num_blocks, max_num_seqs=3, state_cache_gib=gib)
+        if seed == MEASURED:
+            engine.prefix_disk.reader.speeds.read = 5e8
         wanted, done = {}, {}
         for i in range(12):
             prompt = [*numbers.choice(stems)[: numbers.randrange(9, 60)], i]
@@ -288,7 +283,7 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed, monkeypatch):
         done |= tiny.run(engine)
         rest(engine)
         if engine.scheduler.kv.states is not None:
-            check_slots(engine.scheduler.kv.states, [])
+            check_slots(engine.scheduler.kv.states)
         for request_id, prompt in wanted.items():
             expected = tiny.alone(tiny.native(name), prompt, 8)
             assert done[request_id].outputs[0].token_ids == expected
@@ -310,17 +305,14 @@ def test_with_too_few_blocks_nothing_is_restored():
 @LONG_TEST
 @pytest.mark.parametrize(
     "change",
-    [
-        {"model": "qwen3"}, {"dtype": mx.bfloat16}, {"kv_bits": 8}, {"block_size": 16},
-        {"salt": "other"},
-    ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
+    [("model", "qwen3"), ("dtype", mx.bfloat16), ("kv_bits", 8), ("block_size", 16), ("salt", "x")],
+    ids=lambda change: change[0],
+)
 def test_another_model_form_or_salt_never_hits(change):
     serve(start("llama"), PROMPTS[:2])
-    change = {"model": "llama", **change}
-    salt = change.pop("salt", None)
-    other = start(**change)
+    options = {"model": "llama", **dict([change])}
+    salt = options.pop("salt", None)
+    other = start(**options)
     other.add_request("a", {"prompt_token_ids": LONG, "cache_salt": salt}, GREEDY)
     assert tiny.run(other)["a"].num_cached_tokens == 0
 
@@ -357,7 +349,7 @@ def test_one_changed_value_or_moved_row_of_any_weight_gives_another_namespace(na
 
 @pytest.mark.parametrize("name", ["llama", "youtu_llm", "plamo2", "baichuan_m1"])
 def test_another_config_has_another_namespace(name):
-    """With equal weights, and whether or not the model keeps its arguments."""
+    """The weights are equal.  Some of these models do not keep their arguments."""
     changes = {}, {"rope_theta": 1234.0}, {"rope_theta": 4321.0}
     found = [namespace_of(tiny.load(name, **change)) for change in (*changes, {})]
     assert found[0] == found[3]
@@ -421,9 +413,8 @@ def test_the_prefix_before_a_named_checkpoint_is_kept_at_its_first_use():
     assert output.num_cached_tokens == 24
 
 
-def test_only_counting_blocks_are_missing(monkeypatch):
+def test_only_counting_blocks_are_missing():
     """Without attention layers, blocks only count tokens, and have no files."""
-    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     engine = start("mamba2", num_blocks=16, max_num_seqs=2)
     (long,) = tiny.prompts(1, 100, 100, seed=7)
     expected = tiny.tokens_of(serve(engine, [LONG, LONG, long]))
@@ -438,7 +429,7 @@ def test_only_counting_blocks_are_missing(monkeypatch):
 
 @pytest.mark.parametrize(("late", "least", "most"), [(5, 0.7, 100), (1000, 0.5, 0.5)])
 def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
-    """Steps of other requests, which delay the copies a little, are no time of reading."""
+    """Steps of other requests delay the copies a little.  That is not time of reading."""
     again, _ = restarted("llama")
     reader = again.prefix_disk.reader
     fast = reader.speeds.read
@@ -450,10 +441,9 @@ def test_a_restore_longer_than_computing_halves_the_speed(late, least, most):
     assert least * fast <= reader.speeds.read <= most * fast
 
 
-def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again(monkeypatch):
+def test_reading_that_takes_longer_than_computing_is_left_out_but_tried_again():
     again, _ = restarted("llama")
     measured = again.prefix_disk.reader.speeds
-    monkeypatch.setattr(Speeds, "prefer_reading", PREFER_READING)
     measured.read = sum(file.stat().st_size for file in files_of(again)) / 56 / 1.05
     restored = []
     for _ in range(8):

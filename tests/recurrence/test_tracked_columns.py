@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.recurrence.tracked_columns import ColumnsOf, columns_of
 
 WIDE = mx.arange(60.0).reshape(5, 12)

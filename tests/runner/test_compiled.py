@@ -18,7 +18,7 @@ from tests.support.kernels.device import change_device, pad_to_powers_of_two, pr
 from tests.support.kernels.failing import FailingKernels
 from tests.support.kernels.launches import Stubs
 from tests.support.models import tiny_models as tiny
-from tests.support.models.rounding import of_16_bits
+from tests.support.models.rounding import gather_in_16_bits
 from tests.support.replay.record import use_kernels
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import attention as planning
@@ -147,7 +147,7 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
 
 def test_experts_of_few_rows_are_the_kernels_in_compiled_steps_too(monkeypatch):
     """Two products of a layer and a sum; a plan unless there is one row."""
-    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    gather_in_16_bits(monkeypatch)
     how = {"expert_rows": range(1, 9), "unused": frozenset({"expert_topk"})}
     found, layers = forwards_with(monkeypatch, "qwen3_moe", fuse_layers, **how)
     of_one = {"expert_gemm": 2 * layers, "expert_sum": layers}

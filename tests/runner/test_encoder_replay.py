@@ -102,7 +102,7 @@ def test_layers_that_share_arrays():
     store = PagedStore(old.store.specs, groups, 8, shared=True)
     assert len({id(a) for a in store.arrays}) < len(old.store.arrays)
     path = replace(engine.runner.path, attention=old.over(store))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.runner.sampler)
+    engine.in_flight.pipeline.runner = ModelRunner(engine.model.packed, path, engine.runner.sampler)
     check(record(engine, arrivals))
 
 

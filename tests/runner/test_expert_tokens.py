@@ -7,13 +7,12 @@ on a GPU.
 import pytest
 
 from metal.host import installed
-from tests.support.kernels.device import RIGHT, pad_to_powers_of_two, pretend_gpu
+from tests.support.kernels.device import RIGHT, fused_rows, pad_to_powers_of_two, pretend_gpu
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
-from tests.support.models.rounding import of_16_bits
+from tests.support.models.rounding import gather_in_16_bits
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 
 # Three requests run together, then two, then one: steps have a padding row, none, one row.
@@ -24,15 +23,15 @@ PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2
 def host():
     with pytest.MonkeyPatch.context() as patch, installed():
         pretend_gpu(patch, RIGHT)
-        patch.setattr(decide, "faster_rows", lambda *_: range(0))
-        patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+        fused_rows(patch, range(0))
+        gather_in_16_bits(patch)
         pad_to_powers_of_two(patch)
         yield
 
 
 def tokens_of(name: str, expert_rows: range, prompts=PROMPTS, step=24) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide, "faster_expert_rows", lambda *_: expert_rows)
+        fused_rows(patch, expert_rows=expert_rows)
         engine = tiny.engine(name, mx.float16, max_num_batched_tokens=step)
     tokens = tiny.answers(engine, prompts, [tiny.greedy(count) for count in COUNTS])
     assert engine.runner.path.failed_kernels == ()
@@ -46,11 +45,14 @@ LATENTS = {"latent_attention", "latent_write"}
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("qwen3_moe", {"paged_decode"}), ("gpt_oss", {"paged_decode"}),
-        ("mixtral", {"paged_decode"}), ("deepseek_v2", LATENTS), ("deepseek_v3", LATENTS),
+        ("qwen3_moe", {"paged_decode"}),
+        ("gpt_oss", {"paged_decode"}),
+        ("mixtral", {"paged_decode"}),
+        ("deepseek_v2", LATENTS),
+        ("deepseek_v3", LATENTS),
         ("glm4_moe_lite", LATENTS),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
     """Beside the other kernels of the model.  The plan knows which rows are padding."""
     launched, planned = set(), set()

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from metal.host import installed
-from tests.support.kernels.device import change_device, pretend_gpu
+from tests.support.kernels.device import change_device, fused_rows, pretend_gpu
 from tests.support.kernels.failing import MESSAGE, FailingKernels
 from tests.support.models import tiny_models as tiny
-from tests.support.models.rounding import of_16_bits
+from tests.support.models.rounding import gather_in_16_bits
 from vllm_metal_lite.attention.select import select
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.async_engine import AsyncEngine
@@ -69,8 +69,7 @@ def host():
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    monkeypatch.setattr(decide, "faster_rows", lambda *_: range(0))
-    monkeypatch.setattr(decide, "faster_expert_rows", lambda *_: range(0))
+    fused_rows(monkeypatch, range(0), range(0))
 
 
 def engine_of(kind, option="auto", **more):
@@ -266,7 +265,7 @@ def test_products_of_few_rows(monkeypatch):
     """In 16 bits the ways round differently: a request has the tokens of one or the other."""
 
     def engine(rows):
-        monkeypatch.setattr(decide, "faster_rows", lambda *_: rows)
+        fused_rows(monkeypatch, rows)
         return engine_of(FUSED, dtype=mx.bfloat16)
 
     expected = [serve(engine(rows)) for rows in (range(1, 65), range(0))]
@@ -283,10 +282,10 @@ def test_products_of_few_rows(monkeypatch):
 @pytest.mark.parametrize("kernel", ["expert_topk", "expert_plan", "expert_gemm", "expert_sum"])
 def test_experts_of_few_rows(monkeypatch, kernel):
     """The experts run without their kernels, or only without that of the router."""
-    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    gather_in_16_bits(monkeypatch)
 
     def engine(rows):
-        monkeypatch.setattr(decide, "faster_expert_rows", lambda *_: rows)
+        fused_rows(monkeypatch, expert_rows=rows)
         return engine_of(("qwen3_moe", True, "varlen", {}), dtype=mx.float16)
 
     expected = [serve(engine(rows)) for rows in (range(1, 65), range(0))]

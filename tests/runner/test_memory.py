@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.device import change_device
+from tests.support.kernels.device import change_device, limit_memory, pretend_backend
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -40,7 +40,7 @@ def test_the_numbers_add_up(model, monkeypatch):
     assert model.kv_bytes_per_token == BYTES_PER_TOKEN
     peak, room = 10**7, 100 * 8 * BYTES_PER_TOKEN + 1000  # a hundred blocks and a bit
     limit = 2 * (model.weight_bytes + peak + room)
-    monkeypatch.setattr(backend, "memory_limit", lambda: limit)
+    limit_memory(monkeypatch, limit)
     assert sizes(model, config, lambda *_: peak) == (100, 512)
 
 
@@ -69,9 +69,13 @@ def test_the_peak_of_a_step_is_plausible(model):
 def test_a_real_full_step_stays_within_the_measured_peak(max_num_seqs, scored):
     model = tiny.load("llama", vocab_size=20_000)
     config = EngineConfig(
-        block_size=8, num_blocks=64, max_num_batched_tokens=256, max_num_seqs=max_num_seqs,
-        max_model_len=256, speculate="off",
-    )  # fmt: skip
+        block_size=8,
+        num_blocks=64,
+        max_num_batched_tokens=256,
+        max_num_seqs=max_num_seqs,
+        max_model_len=256,
+        speculate="off",
+    )
     peak = step_peak_bytes(model, config, 256)
     engine = LLMEngine(model, config)
     for i, prompt in enumerate(tiny.prompts(6, 200, 240)):
@@ -107,6 +111,17 @@ def test_the_calls_of_a_long_chunk_stay_within_the_estimate(monkeypatch, name, r
     assert measured <= step_peak.estimated_step_peak(model, config, 2048) <= 3 * measured
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "ernie4_5_moe", "gemma4_text/moe", "kimi_linear"])
+def test_the_estimate_counts_the_experts_of_a_token(name):
+    """Two of them in these models, whose attributes have different names."""
+    model, config = tiny.packed(name), EngineConfig()
+    peak = step_peak.estimated_step_peak(model, config, 2048)
+    for count, more in ((2, False), (4, True)):
+        other = replace(model, usage=copy(model.usage))
+        other.usage.experts_per_token = count
+        assert (step_peak.estimated_step_peak(other, config, 2048) > peak) == more
+
+
 def test_profiling_leaves_no_memory_behind(model):
     config = EngineConfig(max_num_batched_tokens=64)
     step_peak_bytes(model, config, 512)
@@ -137,9 +152,7 @@ def test_a_length_that_memory_cannot_hold_names_the_options_that_help(
     model, monkeypatch, num_blocks
 ):
     """Without them, if the user set the number of blocks."""
-    monkeypatch.setattr(
-        backend, "memory_limit", lambda: model.weight_bytes + 20 * 16 * BYTES_PER_TOKEN
-    )
+    limit_memory(monkeypatch, model.weight_bytes + 20 * 16 * BYTES_PER_TOKEN)
     config = EngineConfig(memory_fraction=1.0, max_model_len=512, num_blocks=num_blocks)
     with pytest.raises(ConfigError, match="at most the 320 tokens") as caught:
         size_store(model, config, lambda *_: 0)
@@ -148,7 +161,7 @@ def test_a_length_that_memory_cannot_hold_names_the_options_that_help(
 
 
 def test_weights_larger_than_the_memory(model, monkeypatch):
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    limit_memory(monkeypatch, 1 << 30)
     with pytest.raises(OutOfMemoryError, match=r"does not fit: weights 8\.00 GiB"):
         size_store(replace(model, weight_bytes=8 << 30), EngineConfig())
 
@@ -168,7 +181,7 @@ def windowed(**changes):
 def fitting(monkeypatch, num_bytes: int, **options):
     """The groups that fit into this memory beside weights and a step."""
     model = windowed()
-    monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)
+    limit_memory(monkeypatch, model.weight_bytes + num_bytes)
     config = EngineConfig(block_size=8, memory_fraction=1.0, **options)
     groups, max_model_len, _ = size_store(model, config, lambda *_: 0)
     assert sizing.store_bytes(model, groups, 8) <= num_bytes
@@ -235,9 +248,12 @@ def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
 
 def test_num_blocks_counts_the_blocks_of_all_of_the_context():
     config = EngineConfig(
-        block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16,
+        block_size=8,
+        num_blocks=1000,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     groups, max_model_len, _ = size_store(windowed(), config)
     assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
     groups, _, _ = size_store(windowed(), replace(config, num_blocks=12))
@@ -277,9 +293,13 @@ def test_idle_windows_cost_no_start_no_length_and_no_window_of_a_request(
     )
     limit = model.weight_bytes + room * len(windows) * 8 * spec.bytes_per_token
     config = EngineConfig(
-        block_size=8, max_num_seqs=seats, max_num_batched_tokens=chunk, num_blocks=num_blocks,
-        max_model_len=max_model_len, memory_fraction=fraction,
-    )  # fmt: skip
+        block_size=8,
+        max_num_seqs=seats,
+        max_num_batched_tokens=chunk,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        memory_fraction=fraction,
+    )
     found = []
     with patch.object(backend, "memory_limit", lambda: limit):
         for caching in (False, True):
@@ -309,7 +329,7 @@ def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():
 
 
 def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
-    monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
+    limit_memory(monkeypatch, 4 << 30)
     num_blocks, max_model_len = sizes(load("demo"), EngineConfig())
     assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)
 
@@ -319,8 +339,8 @@ def test_memory_is_wired_on_metal_only(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
     backend.set_memory_limits()
     assert wired == []
-    monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
+    pretend_backend(monkeypatch, "metal")
+    limit_memory(monkeypatch, 1 << 33)
     backend.set_memory_limits()
     assert wired == [1 << 33]
 
@@ -328,6 +348,7 @@ def test_memory_is_wired_on_metal_only(monkeypatch):
 def test_a_refused_wired_limit_harms_nothing(monkeypatch):
     refuse = Mock(side_effect=ValueError("larger than the maximum working set size"))
     monkeypatch.setattr(mx, "set_wired_limit", refuse)
-    monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
+    pretend_backend(monkeypatch, "metal")
+    limit_memory(monkeypatch, 1 << 33)
     backend.set_memory_limits()
+    refuse.assert_called_once()

@@ -1,4 +1,4 @@
-"""Steps under way: one ahead, with tokens that the host does not know."""
+"""Steps in flight: one is ahead, with tokens that the host does not know."""
 
 import gc
 import queue
@@ -14,7 +14,6 @@ from tests.support.engine.runner_bench import RunnerBench
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.runner.result import StepResult
 
 PROMPTS = tiny.prompts(3, 4, 20, seed=3)
 NUM_TOKENS = 12
@@ -27,10 +26,11 @@ class Bench(RunnerBench):
         self.computed = np.zeros(len(PROMPTS), np.int32)
 
     def launch(self):
-        """The next step of all of them: to the end of the tokens that have room."""
+        """Launch the next step of all prompts, up to the last token that the table has room for."""
         scheduled = self.inputs.num_tokens[self.rows] - self.computed
         batch = self.inputs.pack(self.rows, self.computed, scheduled)
         self.computed = self.computed + scheduled
+        self.pipeline.begin(None)
         return self.pipeline.launch(batch)
 
     @property
@@ -58,7 +58,7 @@ def test_tokens_are_the_same_one_step_ahead(ahead):
 
 
 def test_room_is_made_once():
-    """Steps of nothing do not launch, and nobody has to know how many there are."""
+    """`advance` may be called again without a launch between."""
     bench = Bench()
     bench.launch()
     for _ in range(3):
@@ -111,27 +111,22 @@ def test_two_threads_do_not_wait_for_the_same_arrays_at_once(monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_failure_is_raised_where_the_step_is_waited_for(monkeypatch):
+def test_a_failure_is_raised_where_the_step_is_waited_for():
     bench = Bench()
-    bench.launch()
+    bench.launch().wait = Mock(side_effect=RuntimeError("device lost"))
     bench.pipeline.advance()
-
-    with monkeypatch.context() as m:
-        m.setattr(StepResult, "wait", Mock(side_effect=RuntimeError("device lost")))
-        with pytest.raises(RuntimeError, match="device lost"):
-            bench.pipeline.finish()
+    with pytest.raises(RuntimeError, match="device lost"):
+        bench.pipeline.finish()
     bench.pipeline.clear()
     assert not bench.pipeline.steps
 
 
-def test_a_step_that_is_over_leaves_nothing_to_the_garbage_collector(monkeypatch):
-    """What sees the store must not outlive it: a plugin that sleeps gives its memory back."""
+def test_a_step_that_is_over_leaves_nothing_to_the_garbage_collector():
+    """A plugin that sleeps frees the store, so no object that holds it may outlive a step."""
     bench, seen = Bench(), []
     attention = bench.pipeline.runner.attention
     begin = attention.begin
-    monkeypatch.setattr(
-        attention, "begin", lambda *a: (b := begin(*a), seen.append(weakref.ref(b)))[0]
-    )
+    attention.begin = lambda *a: (b := begin(*a), seen.append(weakref.ref(b)))[0]
     gc.disable()
     try:
         for _ in range(3):

@@ -15,7 +15,7 @@ from tests.support.kernels.device import change_device, pad_to_powers_of_two, pr
 from tests.support.kernels.expert_cases import EXPERT_KERNELS
 from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
-from tests.support.models.rounding import of_16_bits
+from tests.support.models.rounding import gather_in_16_bits
 from tests.support.run_python import run_python
 from tests.support.server.command import eventually
 from vllm_metal_lite.backend import mx
@@ -29,8 +29,13 @@ HERE = "tests.runner.test_ranks"
 PREFIX = tiny.prompts(1, 16, 16, seed=3)[0]
 PROMPTS = [PREFIX + prompt for prompt in tiny.prompts(4, 14, 24, seed=5)]
 # Blocks for two of four requests; chunks beside decodes.
-TIGHT = {"block_size": 8, "num_blocks": 12, "max_num_seqs": 4, "max_model_len": 64,
-         "max_num_batched_tokens": 24}  # fmt: skip
+TIGHT = {
+    "block_size": 8,
+    "num_blocks": 12,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 24,
+}
 
 
 def tokens_of(engine: LLMEngine) -> list[list[int]]:
@@ -49,7 +54,7 @@ def use_kernels(patch: pytest.MonkeyPatch, rank: int) -> set[str]:
     pretend_gpu(patch, verdict)
     patch.setattr(decide, "faster_rows", few_rows)
     patch.setattr(decide, "faster_expert_rows", few_rows)
-    patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    gather_in_16_bits(patch)
     pad_to_powers_of_two(patch)
     change_device(patch, rows_as_decodes=0)
     return launched
@@ -71,7 +76,7 @@ def through_kernels(ranks, names):
                 "tokens": tokens,
                 "launched": sorted(launched),
                 "failed": engine.runner.path.failed_kernels,
-                "ahead": engine.pipeline.num_ahead,
+                "ahead": engine.in_flight.pipeline.num_ahead,
                 "preemptions": metrics["preemptions"],
                 "hits": metrics["prefix_cache_hit_tokens"],
             }

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.support.engine.runner_bench import PROMPTS, RunnerBench
+from tests.support.kernels.device import pretend_backend
 from tests.support.models import tiny_models as tiny
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.step_arrays import make_step
 from vllm_metal_lite.backend import mx
@@ -51,7 +51,7 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
 def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets(
     monkeypatch, where
 ):
-    monkeypatch.setattr(backend, "name", lambda: where)
+    pretend_backend(monkeypatch, where)
     bench = RunnerBench(PROMPTS)
     tokens = [bench.step([0, 1], [0, 0], [20, 20]).token_ids.tolist()]
     for i in range(5):
@@ -78,7 +78,7 @@ def test_a_batch_that_points_outside_the_store_is_refused():
 
 def test_buckets_are_few_and_never_too_small(monkeypatch):
     assert [padded_rows(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    pretend_backend(monkeypatch, "metal")
     sizes = [padded_rows(n) for n in range(1, 4097)]
     assert all(size >= n for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)

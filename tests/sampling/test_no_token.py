@@ -3,6 +3,9 @@
 import asyncio
 import json
 import warnings
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.nn as nn
 import numpy as np
@@ -15,10 +18,9 @@ from tests.support.engine.sampling import EMPTY
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.engine import intake
 from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.model.loader import from_model
+from vllm_metal_lite.model import loader
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 from vllm_metal_lite.sampling.no_token import MASKED, NAN, why
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -75,18 +77,25 @@ def test_a_grammar_that_allows_nothing_but_an_end_may_end_before_min_tokens():
 # The engine
 
 
+@cache
+def loaded(name):
+    """A model with a tokenizer, which bad words need."""
+    with TemporaryDirectory() as folder:
+        return loader.load(str(tiny.write_folder(Path(folder), name)))
+
+
 def engine(kind, **options):
-    made = tiny.engine("llama", speculate="auto" if kind == "drafts" else "off", **options)
+    made = tiny.engine(loaded("llama"), speculate="auto" if kind == "drafts" else "off", **options)
     tiny.run_ahead(made, kind != "one step at a time")
     return compile_on_cpu(made) if kind == "compiled" else made
 
 
 @pytest.mark.parametrize("kind", ["a step ahead", "one step at a time", "compiled", "drafts"])
 @pytest.mark.parametrize("random", [False, True])
-def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, monkeypatch):
+def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random):
     made = engine(kind, block_size=8)
     temperature = {"temperature": 1.0 if random else 0.0, "seed": 3}
-    good = SamplingParams(**temperature, max_tokens=20)
+    good = SamplingParams(**temperature, max_tokens=20, ignore_eos=True)
 
     def run(**bad):
         for i, prompt in enumerate(PROMPTS):
@@ -100,11 +109,12 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
         return [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))], done
 
     # The second token would complete a bad word.
-    word = {"allowed_token_ids": [9], "bad_words": ["x"]}
-    monkeypatch.setattr(intake, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
+    word = {"allowed_token_ids": [9], "bad_words": [2 * tiny.CHARACTERS[9]]}
     expected, _ = run()
     if kind == "drafts":
-        made.speculator = Guesses(made, {str(i): tokens for i, tokens in enumerate(expected)})
+        made.in_flight.speculator = Guesses(
+            made, {str(i): tokens for i, tokens in enumerate(expected)}
+        )
     never = {**NEVER, "n": 2, "frequency_penalty": 1.0}
     tokens, done = run(never=never, word={**word, "logprobs": 1})
     assert tokens == expected
@@ -120,11 +130,10 @@ def test_a_masked_request_ends_in_an_error_and_the_others_go_on(kind, random, mo
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_a_block_that_such_a_row_completes_is_never_found(name, monkeypatch):
+def test_a_block_that_such_a_row_completes_is_never_found(name):
     """The device continued with another token than the host's."""
-    made, prompt = tiny.engine(name), PROMPTS[1][:6]
-    monkeypatch.setattr(intake, "bad_words_of", lambda p, _: [[9, 9]] if p.bad_words else [])
-    params = tiny.greedy(9, allowed_token_ids=[9], bad_words=["x"])
+    made, prompt = tiny.engine(loaded(name)), PROMPTS[1][:6]
+    params = tiny.greedy(9, allowed_token_ids=[9], bad_words=[2 * tiny.CHARACTERS[9]])
     assert tiny.ask(made, prompt, params).outputs[0].finish_reason == "error"
     made.rest()
     assert tiny.ask(made, [*prompt, 9, 0, 5], tiny.greedy(4)).num_cached_tokens == 0
@@ -139,7 +148,7 @@ def broken() -> nn.Module:
 def test_nan_is_named_without_a_warning_of_numpys():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = LLMEngine(from_model(broken(), None, {}, name="broken"))
+        made = LLMEngine(loader.from_model(broken(), None, {}, name="broken"))
         for i, params in enumerate(KINDS.values()):
             made.add_request(str(i), PROMPTS[0], SamplingParams(**params))
         done = tiny.run(made)

@@ -18,6 +18,7 @@ from tests.support.engine.sampling import (
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.sampling import logits as ops
+from vllm_metal_lite.sampling.filters import Filters, thresholds
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -96,8 +97,8 @@ def test_penalty_state_is_updated_in_place():
         mx.eval(tokens)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(sampler._penalties.seen)
-        assert mx.get_peak_memory() - before < sampler._penalties.seen.nbytes // 2
+        mx.eval(sampler.state[1])
+        assert mx.get_peak_memory() - before < sampler.state[1].nbytes // 2
 
 
 def test_token_ids_outside_the_vocabulary_are_harmless():
@@ -142,7 +143,7 @@ def test_top_p_weighs_exactly_k_of_the_tokens_that_tie_for_top_k():
     x[0] = 2.0
     mine = SamplingParams(top_k=4, top_p=0.45)
     assert drawn(mine, x) == {0}
-    # However many of these a neighbour needs.
+    # A neighbour that sorts more of them changes nothing.
     for neighbour in (SamplingParams(top_k=20), SamplingParams(top_p=0.5)):
         sampler = make(mine, range(50), len(x))
         sampler.add(7, neighbour, 0, EMPTY, 0, EOS)
@@ -150,7 +151,7 @@ def test_top_p_weighs_exactly_k_of_the_tokens_that_tie_for_top_k():
 
 
 def test_rows_without_filters_are_not_cut_by_those_of_a_neighbour():
-    # Falling logits: what a neighbour's top_k needs are the lowest ids, all in a few blocks.
+    # The logits fall: a neighbour's top_k needs only the lowest ids, which are in a few blocks.
     x = np.linspace(1, 0, 6400).astype(np.float32)
     for neighbour in ({"top_k": 3}, {"top_k": 3, "top_p": 0.9}, {"top_p": 0.1}, {"min_p": 0.9}):
         sampler = make(SamplingParams(), range(60), len(x))
@@ -171,10 +172,9 @@ def test_top_p_over_a_long_flat_tail():
     # Half of the mass in one token, the rest even over 100,000: top_p 0.75 keeps half of these.
     x = np.linspace(1e-3, 0, 100_001).astype(np.float32)
     x[0] = np.log(100_000)
-    params = SamplingParams(top_p=0.75)
-    sampler = make(params, [0], len(x))
-    sampler._metadata_for(np.array([0]), None)
-    floor = ops.thresholds(mx.array(x[None]), sampler._metadata.filters)
+    filters = Filters(len(x), 1)
+    filters.add(0, SamplingParams(top_p=0.75))
+    floor = thresholds(mx.array(x[None]), filters.of_rows(np.array([0]))[1])
     assert abs((x >= floor.item()).sum() - 50_000) < 50
 
 
@@ -261,17 +261,14 @@ def test_top_p_of_bfloat16_logits_is_computed_in_float32():
     ("kw", "message"),
     [
         ({"logit_bias": {5: 1.0, 100: 1.0}}, "logit_bias .* 100, got 100"),
-        ({"stop_token_ids": [1, 250]}, "stop_token_ids .* 100, got 250"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids .* 100, got 100"),
+        ({"allowed_token_ids": [1, 100]}, "allowed_token_ids .* 100, got 100"),
+        ({"thinking": {"start": [9], "end": [3, 100]}}, "thinking .* 100, got 100"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs .* 100, got 101"),
     ],
 )
 def test_validate_names_value_and_limit(kw, message):
     with pytest.raises(SamplingError, match=message):
         validate(SamplingParams(**kw), 100)
-    validate(SamplingParams(**kw), 251)
+    validate(SamplingParams(**kw), 101)
     validate(SamplingParams(), 1)
-
-
-def test_shapes():
-    sampler = make(SamplingParams(logprobs=1), range(3), 10)
-    with pytest.raises(ValueError, match=r"logits must be \(2, 10\), got \(3, 10\)"):
-        sampler(mx.zeros((3, 10)), np.arange(2))

@@ -143,7 +143,7 @@ def test_a_call_evaluates_nothing():
     size = 20_000
     sampler = make(SEEDED, range(8), size, PROMPT)
     x = mx.array(random_logits(0, 8, size))
-    mx.eval(x, sampler._penalties.seen)
+    mx.eval(x, sampler.state[1])
     before = mx.get_active_memory()
     out = sampler(x, np.arange(8))
     assert mx.get_active_memory() - before < x.nbytes // 8

@@ -13,7 +13,7 @@ from vllm_metal_lite.speculation.speculator import Speculator
 
 def play(workload: Workload, seed: int) -> None:
     engine, truth = make_engine(workload), {}
-    engine.speculator = Guesses(engine, truth, seed)
+    engine.in_flight.speculator = Guesses(engine, truth, seed)
     engine.runner.launched = lambda: check(engine, engine.in_flight.outputs[0])
     run = workloads_of.stepper(workload, engine)
 
@@ -60,7 +60,7 @@ class Sevens(Speculator):
 def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks):
     """Two requests that just fit: neither is preempted because of the other's drafts."""
     engine = FakeEngine(fake_config(4, max_num_seqs=2), num_blocks, 32)
-    engine.speculator = Sevens(engine.seats.tokens_of)
+    engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of)
     for _ in range(2):
         engine.add([1, 2, 3], 13)
     steps = engine.run()
@@ -75,7 +75,7 @@ def test_drafts_use_what_a_step_leaves_over():
         engine = FakeEngine(fake_config(4, max_num_seqs=2, max_num_batched_tokens=6), 60, 64)
         engine.add([1, 2, 3], 20)
         engine.step()
-        engine.speculator = Sevens(engine.seats.tokens_of) if drafts else None
+        engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of) if drafts else None
         prompt = engine.add(list(range(30)), 1)
         steps = [engine.step() for _ in range(6)]
         mine = [[s.num_scheduled for s in out.segments if s.request is prompt] for out in steps]

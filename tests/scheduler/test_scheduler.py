@@ -14,6 +14,7 @@ from tests.support.engine.fake_engine import (
     shape,
 )
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.scheduler.chunk_sizes import ChunkSizes
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
@@ -107,11 +108,11 @@ def test_requests_with_limits_share_them():
     run_and_check(engine)
 
 
-def test_chunks_shrink_as_the_context_grows(monkeypatch):
-    monkeypatch.setattr("vllm_metal_lite.scheduler.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
-    engine = make(max_num_batched_tokens=10)
-    engine.add(prompt(40), max_tokens=1)
-    assert [shape(out)[0][2] for out in run_and_check(engine)] == [10, 9, 5, 4, 3, 3, 2, 2, 2]
+def test_chunks_shrink_as_the_context_grows():
+    sizes = ChunkSizes(fake_config(max_num_batched_tokens=4096))
+    request = Request("r", [1] * 70_000, 1)
+    most = [sizes.most(request, start) for start in (0, 16_383, 16_384, 32_767, 65_535)]
+    assert most == [4096, 4096, 4095, 2048, 1024]
 
 
 def test_order_is_priority_then_arrival_then_order_of_adding():
@@ -436,13 +437,14 @@ def test_a_span_that_no_step_can_hold_is_refused(spans, options, message):
     run_and_check(engine)
 
 
-def test_a_span_far_behind_in_a_context_is_refused(monkeypatch):
-    monkeypatch.setattr("vllm_metal_lite.scheduler.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
-    engine = make(max_num_batched_tokens=12)
-    with pytest.raises(RequestError, match=r"5 tokens; .* 4 of them \(behind a context of 24 tok"):
-        engine.add(prompt(40), spans=[(24, 29)])
-    engine.add(prompt(40), spans=[(24, 28)])
-    run_and_check(engine)
+def test_a_span_far_behind_in_a_context_is_refused():
+    scheduler = Scheduler(fake_config(16), [KVGroup(num_blocks=4096)], 50_000)
+    long, fits = (Request("r", [1] * 45_000, 1, spans=((39_000, end),)) for end in (40_721, 40_720))
+    message = r"1721 tokens; .* 1720 of them \(behind a context of 39000 tok"
+    with pytest.raises(RequestError, match=message):
+        scheduler.add(long)
+    scheduler.add(fits)
+    assert scheduler.waiting == [fits]
 
 
 def test_a_span_larger_than_a_windows_pool_is_refused():
@@ -529,7 +531,7 @@ def test_a_step_costs_the_host_little():
     config = fake_config(16, max_num_seqs=256, max_num_batched_tokens=4096)
     scheduler = Scheduler(config, [KVGroup(num_blocks=8192)], 4096)
     for i in range(256):
-        scheduler.add(Request(str(i), prompt(16, i), 200, arrival=i))
+        scheduler.add(Request(str(i), prompt(16, i), 200, (i,)))
     calls = 0
 
     def count(frame: FrameType, event: str, function: object) -> None:

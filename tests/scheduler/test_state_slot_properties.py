@@ -49,7 +49,7 @@ slots_of = st.builds(
 def short_intervals() -> Iterator[None]:
     """Prompts of this file are short: disposable checkpoints and waiting must happen in them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "INTERVAL", 6)
+        patch.setattr(checkpoints, "NEAREST", 3)
         patch.setattr(following, "WORTH_WAITING", 2)
         yield
 
@@ -72,7 +72,7 @@ def look(engine: FakeEngine, seen: set[str]) -> None:
 
 def check_names(engine: FakeEngine) -> None:
     """Every checkpoint covers exactly the tokens of its name."""
-    size, pool = engine.config.block_size, engine.scheduler.kv.states.pool
+    size, pool = engine.config.block_size, engine.scheduler.kv.states
     for name, slot in pool._by_name.items():
         names: list[bytes] = []
         tokens = engine.runner.model.states[slot]
@@ -102,7 +102,7 @@ def play(workload: Workload, slots: Slots) -> set[str]:
     engine.step()  # it may be of requests that have ended
     assert engine.scheduler.schedule().is_empty
     engine.check_blocks()
-    assert engine.scheduler.kv.states.pool.num_owned == 0, "a slot is lost"
+    assert engine.scheduler.kv.states.num_owned == 0, "a slot is lost"
     for name, request in engine.requests.items():
         if name not in aborted:
             assert answer_of(request) == expected(engine, request)

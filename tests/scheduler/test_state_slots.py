@@ -5,7 +5,6 @@ import pytest
 from tests.support.engine.fake_engine import FakeEngine, fake_config
 from tests.support.engine.pool_accounts import check_slots
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
-from vllm_metal_lite.scheduler import following
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.state_slots import StateSlots
@@ -25,7 +24,7 @@ def hit(engine: FakeEngine, prompt: list[int]) -> int:
 
 def knows(engine: FakeEngine, name: bytes) -> int | None:
     """The slot of a checkpoint."""
-    return engine.scheduler.kv.states.pool.lookup(name)
+    return engine.scheduler.kv.states.lookup(name)
 
 
 def served(engine: FakeEngine, name: str, prompt: list[int], num_steps: int) -> Request:
@@ -40,26 +39,26 @@ def test_a_checkpoint_that_a_step_reads_is_not_given_out_in_that_step():
     slots = StateSlots(3, 2)
     donor, heir = Request("donor", [1], 1), Request("heir", [1], 1)
     slots.admit(donor, None)
-    slot = donor.state.final
+    slot = slots.running[donor].final
     slots.name(slot, b"prefix")
-    slots.free(donor)
+    slots.leave(donor)
     slots.begin_step()
-    slots.admit(heir, slots.pool.lookup(b"prefix"))
-    assert heir.state.initial == slot != heir.state.final
+    slots.admit(heir, slots.lookup(b"prefix"))
+    assert slots.running[heir].initial == slot != slots.running[heir].final
     slots.admit(donor, None)
-    assert slot not in (donor.state.final, slots.reserve())
+    assert slot not in (slots.running[donor].final, slots.reserve())
     slots.begin_step()
-    check_slots(slots, [donor, heir])
+    check_slots(slots)
 
 
 def test_a_decode_in_the_middle_of_a_block_stays_in_its_slot():
     engine = make(8)
     request = engine.add(list(range(6)), 20, "a")
     engine.step()
-    first = request.state.final
-    assert request.state.checkpoints == [(4, knows(engine, request.block_names[0]))]
+    state = engine.steps[0].segments[0].state
+    assert state.checkpoints == [(4, knows(engine, request.block_names[0]))]
     out = engine.step()
-    assert (out.segments[0].state.initial, out.segments[0].state.final) == (first, first)
+    assert (out.segments[0].state.initial, out.segments[0].state.final) == (state.final,) * 2
 
 
 def test_an_answers_last_block_replaces_the_one_before_and_the_prompts_stays():
@@ -101,18 +100,17 @@ def test_a_prompt_that_leaves_a_known_one_keeps_the_state_of_the_junction():
     shared = list(range(16))
     served(engine, "a", [*shared, *range(50, 59)], 1)
     engine.abort("a")
-    second = engine.add([*shared, *range(70, 79)], 20, "b")
+    engine.add([*shared, *range(70, 79)], 20, "b")
     assert engine.step().segments[0].num_computed == 0
     assert engine.scheduler.counts.prefix_cache_lost_tokens == 16
-    assert 16 in [position for position, _ in second.state.checkpoints]
+    assert 16 in [position for position, _ in engine.steps[-1].segments[0].state.checkpoints]
     assert hit(engine, [*shared, 90, 91]) == 16
 
 
 @pytest.mark.parametrize("end", ["continues", "is aborted", "fails"])
-def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, monkeypatch):
-    monkeypatch.setattr(following, "WORTH_WAITING", 8)
+def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end):
     engine = make(8)
-    shared = list(range(32))
+    shared = list(range(64))
     first = engine.add([*shared, 50, 51], 20, "a")
     second = engine.add([*shared, 60, 61], 20, "b")
     engine.in_flight.launch(engine.scheduler.schedule())
@@ -124,7 +122,7 @@ def test_the_second_of_two_prompts_behind_one_prefix_waits_for_the_first(end, mo
         engine.abort("a")
     engine.step()
     started = {s.request: s.num_computed for s in engine.step().segments}
-    assert started[second] == 32
+    assert started[second] == 64
 
 
 @pytest.mark.parametrize("num_blocks", [5, 6])
@@ -190,12 +188,12 @@ class Conversation:
 
 
 def tight(slots: int) -> FakeEngine:
-    """One seat, and enough checkpoints that the test fails without the rule that it is about."""
+    """One seat, and so few checkpoints that the test fails if all are worth the same."""
     return make(1 + slots, seats=1)
 
 
 def test_a_conversation_that_rests_keeps_its_checkpoints_while_another_goes_on():
-    engine = tight(7)
+    engine = tight(9)
     busy, resting = Conversation(engine, 0), Conversation(engine, 1)
     for conversation in (busy, resting):
         conversation.turn()
@@ -205,7 +203,7 @@ def test_a_conversation_that_rests_keeps_its_checkpoints_while_another_goes_on()
 
 
 def test_a_system_prompt_stays_as_long_as_one_of_its_conversations_goes_on():
-    engine = tight(8)
+    engine = tight(5)
     conversation = Conversation(engine, 0)
     conversation.turn()
     for n in range(6):
@@ -216,42 +214,17 @@ def test_a_system_prompt_stays_as_long_as_one_of_its_conversations_goes_on():
     assert Conversation(engine, 1).turn() < 20
 
 
-def test_a_side_question_does_not_take_the_place_away_where_it_began():
-    engine = tight(5)
-    main = Conversation(engine, 0)
-    for _ in range(2):
-        main.turn()
-    side = Conversation(engine, 1)
-    side.tokens = main.tokens[:-4]  # without the last answer
-    side.turn()
-    assert main.turn() < 20
-
-
-def test_conversations_that_begin_alike_do_not_leave_each_others_checkpoints():
-    engine = tight(6)
-    alike = [Conversation(engine, 0) for _ in range(3)]
-    for conversation in alike:
-        conversation.turn()
-    for n, conversation in enumerate(alike):
-        conversation.number = 10 + n
-        for _ in range(3):
-            assert conversation.turn() < 20
-
-
-def test_a_junction_is_not_left_behind_by_the_prompt_that_found_it():
-    engine = tight(5)
-    names = iter("abcdefgh")
-
-    def ask(prompt: list[int]) -> Request:
-        request = served(engine, next(names), prompt, 4)
-        engine.abort(request.request_id)
-        return request
-
-    ask([*SYSTEM, *range(9)])
-    second = ask([*SYSTEM, *range(20, 29)])  # leaves the junction
-    for n in range(3):
-        second = ask([*second.token_ids, *range(30 + 10 * n, 39 + 10 * n)])
-    assert hit(engine, [*SYSTEM, *range(70, 79)]) == len(SYSTEM)
+def test_a_second_prompt_makes_a_checkpoint_a_fork_that_stays():
+    """One prompt that continues from a checkpoint is probably its conversation's next turn."""
+    for num_prompts, cached in ((1, 0), (2, 32)):
+        engine = tight(4)
+        for n in range(1 + num_prompts):  # the first prompt leaves the checkpoint
+            engine.add([*range(33), *range(50 * n, 50 * n + 20 * (n > 0))], 1, f"r{n}")
+            engine.run()
+        for n in range(3):
+            engine.add([*range(700 + 50 * n, 709 + 50 * n)], 1, f"other{n}")
+            engine.run()
+        assert hit(engine, [*range(33), 90, 91]) == cached
 
 
 def test_prompts_behind_many_that_follow_wait_too():

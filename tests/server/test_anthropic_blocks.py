@@ -85,13 +85,12 @@ def test_only_text_of_the_assistant_is_gone_on_with():
     assert conversation_of([user("a"), called], None).add_generation_prompt
 
 
+BAD = [{"type": kind} for kind in ("image", "document", "server_tool_use", "text")]
+
+
 @pytest.mark.parametrize(
-    "content",
-    [
-        5, [5], [{"type": "image"}], [{"type": "document"}], [{"type": "server_tool_use"}], [{}],
-        [{"type": "text"}], [result("t1", [{}])], {"type": "text"},
-    ],
-)  # fmt: skip
+    "content", [5, {"type": "text"}, *([block] for block in (5, {}, result("t1", [{}]), *BAD))]
+)
 def test_bad_blocks_are_named(content):
     with pytest.raises(ApiError, match=r"^messages\.1\.content") as caught:
         messages(user("x"), user(content))

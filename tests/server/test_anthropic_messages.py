@@ -110,12 +110,6 @@ def test_an_answer_goes_on_where_the_assistant_began(client, http):
     assert text(create(client, *messages)) == expected["message"]["content"]
 
 
-def test_vllms_sampling_parameters(client, http):
-    options = {"temperature": 0.8, "seed": 7, "min_p": 0.1, "top_k": 20}
-    expected = chat(http, user(ASK), **options)["message"]["content"]
-    assert text(create(client, user(ASK), **options)) == expected
-
-
 # What Claude Code sends at first, in short.
 CACHED = {"cache_control": {"type": "ephemeral"}}
 CLAUDE_CODE = {

@@ -8,14 +8,14 @@ import pytest
 
 from tests.support.chat.text import gather
 from tests.support.models import tiny_models
-from tests.support.server.kit import serving, text_model, user
+from tests.support.server.kit import model_text, serving, user
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
-from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render_prompt
+from vllm_metal_lite.server.conversations import ChatRequest, render_prompt
 from vllm_metal_lite.server.served_model import ModelSpec
 from vllm_metal_lite.server.turns import prepare
 
@@ -35,20 +35,13 @@ def tokenizer():
 
 def render(tokenizer, *messages, with_checkpoints=True, **fields):
     conversation = ChatRequest(messages, **fields)
-    return render_prompt(text_model(tokenizer), conversation, with_checkpoints)
+    return render_prompt(model_text(tokenizer), conversation, with_checkpoints)
 
 
 def shown(tokenizer, prompt):
     """The text before each checkpoint."""
-    return [tokenizer.decode(prompt.token_ids[:position]) for position in prompt.checkpoints]
-
-
-def test_systems_at_the_front_become_one():
-    one, two = {"role": "system", "content": "a"}, {"role": "system", "content": "b"}
-    both = {"role": "system", "content": "a\n\nb"}
-    assert join_systems([one, two, user("x"), two]) == [both, user("x"), two]
-    assert join_systems([one, user("x")]) == [one, user("x")]
-    assert join_systems([]) == []
+    token_ids, checkpoints = prompt
+    return [tokenizer.decode(token_ids[:position]) for position in checkpoints]
 
 
 def test_checkpoints_lie_behind_the_system_the_last_question_and_the_last_message(tokenizer):
@@ -69,9 +62,8 @@ def test_a_loop_of_calls_has_a_checkpoint_at_its_end(tokenizer):
 
 
 def test_other_models_get_none(tokenizer):
-    plain = render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False)
-    assert plain.checkpoints == ()
-    assert plain.token_ids == render(tokenizer, SYSTEM, user("hi")).token_ids
+    token_ids, _ = render(tokenizer, SYSTEM, user("hi"))
+    assert render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False) == (token_ids, ())
 
 
 def test_an_answer_to_be_gone_on_with(tokenizer):
@@ -119,7 +111,7 @@ def test_the_rendered_prompt_tells_whether_an_answer_goes_on_within_thoughts(
     tokenizer, messages, how, in_reasoning, may_think
 ):
     tokenizer._tokenizer.chat_template = THINKS
-    model = text_model(tokenizer)
+    model = model_text(tokenizer)
     conversation = ChatRequest([user("What does <think> do?"), *messages], **how)
     params = SamplingParams(structured_outputs={"json_object": True})
     turn = asyncio.run(prepare(model, conversation, params))
@@ -134,7 +126,7 @@ def test_a_template_that_refuses_other_conversations_costs_checkpoints_only(toke
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     three = [user("a"), assistant("b"), user("c d")]
-    assert len(render(tokenizer, *three).checkpoints) == 2
+    assert len(render(tokenizer, *three)[1]) == 2
     with pytest.raises(RequestError, match="three"):
         render(tokenizer, *three, user("d"))
 
@@ -167,8 +159,8 @@ def test_recurrent_models_find_states_where_conversations_part(hybrid, tokenizer
 
     def prefix(*messages):
         """Tokens that are cached behind these messages, at least."""
-        rendered = render(tokenizer, *messages, add_generation_prompt=False, with_checkpoints=False)
-        return (len(rendered.token_ids) - 1) // BLOCK * BLOCK
+        token_ids, _ = render(tokenizer, *messages, add_generation_prompt=False)
+        return (len(token_ids) - 1) // BLOCK * BLOCK
 
     question = user("Tell me about a lantern. " * 5)
     cached, answer = ask(running, SYSTEM, question)
@@ -211,7 +203,7 @@ def test_the_reader_takes_only_what_the_grammar_holds(
         "{% if enable_thinking is defined and enable_thinking %}<think>",
         "{% if enable_thinking is defined %}<think></think>",
     )
-    model = text_model(tokenizer)
+    model = model_text(tokenizer)
     model.chat_format = HERMES
     messages = [user("Go on."), *([assistant("</think>Well, ")] if how is GO_ON else [])]
     tools, choice = [Tool("run", strict=is_strict)], ToolChoice(mode)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.server.kit import OPTIONS
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.text_model import TextModel
 
 SCHEMA = {
     "type": "object",
@@ -43,8 +42,9 @@ FORMAT_NAMES = [
 
 
 @pytest.fixture(params=FORMAT_NAMES)
-def chat_format(request, monkeypatch):
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS[request.param])
+def chat_format(request, running):
+    running.model.chat_format = FORMATS[request.param]
+    return request.param
 
 
 def is_right(arguments):
@@ -92,8 +92,8 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("choice", ["required", "auto"], ids=["demanded", "strict"])
-def test_a_schema_that_cannot_be_followed_is_named(http, monkeypatch, name, choice):
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS["hermes"])
+def test_a_schema_that_cannot_be_followed_is_named(running, http, name, choice):
+    running.model.chat_format = FORMATS["hermes"]
     schema, words = SCHEMAS[name]
     parameters = {"type": "object", "properties": {"code": schema}, "required": ["code"]}
     tools = [RUN, tool("look", parameters, strict=choice == "auto")]
@@ -105,15 +105,13 @@ def test_a_schema_that_cannot_be_followed_is_named(http, monkeypatch, name, choi
     assert error["param"] == "tools"
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_numbers_of_arguments_are_exact_or_refused(client, monkeypatch, name):
+def test_numbers_of_arguments_are_exact_or_refused(client, chat_format):
     """Formats that do not write values as JSON have no limit."""
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS[name])
     parameters = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}, "required": ["id"]}
     ask = {**ASK, "tools": [tool("run", parameters)], "tool_choice": "required"}
     ask |= {"parallel_tool_calls": False, "seed": 1, "max_tokens": 400}
     create = partial(client.chat.completions.create, **ask)
-    if name in ("qwen3_coder", "glm45"):
+    if chat_format in ("qwen3_coder", "glm45"):
         [call] = create().choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"id": 2**53 + 1}
         return

@@ -16,7 +16,7 @@ import httpx
 from tests.support.server.cli_kit import SAFETY
 from tests.support.server.command import eventually
 from tests.support.server.kit import Running, serving
-from vllm_metal_lite.server.events import Live
+from vllm_metal_lite.server.live import Live
 
 LONG = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 200}
 
@@ -66,39 +66,38 @@ def test_an_event_that_comes_after_the_last_viewer_has_left_is_not_kept():
     assert live._latest == {}
 
 
-def test_the_server_counts_what_a_silent_engine_does_not_tell(running):
+@contextmanager
+def asked_while_silent(running: Running) -> Iterator[None]:
+    """A request waits, and its engine does nothing."""
     (client,) = running.server.models.loaded.values()
+    ask = {"url": f"{running.url}/v1/chat/completions", "json": LONG, "timeout": 60}
+    asking = threading.Thread(target=httpx.post, kwargs=ask)
+    os.kill(client.pid, signal.SIGSTOP)
+    try:
+        asking.start()
+        yield
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
+    asking.join()
+
+
+def test_the_server_counts_what_a_silent_engine_does_not_tell(running):
     with events(running, "models") as seen:
         idle = [{"model": "demo", "state": "loaded", "error": None, "requests": 0}]
         assert any(states == idle for states in seen)
-        os.kill(client.pid, signal.SIGSTOP)
-        try:
-            ask = {"url": f"{running.url}/v1/chat/completions", "json": LONG, "timeout": 60}
-            asking = threading.Thread(target=httpx.post, kwargs=ask)
-            asking.start()
+        with asked_while_silent(running):
             assert any(states[0]["requests"] == 1 for states in seen)
-        finally:
-            os.kill(client.pid, signal.SIGCONT)
-        asking.join()
 
 
 def test_an_engine_that_is_alive_and_silent_is_stuck(running, monkeypatch):
     monkeypatch.setattr("vllm_metal_lite.server.worker.client._STUCK_SECONDS", 0.2)
-    (client,) = running.server.models.loaded.values()
     health = partial(httpx.get, f"{running.url}/health", timeout=60)
     time.sleep(0.3)
     assert health().json() == {"status": "ok"}  # an idle engine says nothing
-    os.kill(client.pid, signal.SIGSTOP)
-    try:
-        ask = {"url": f"{running.url}/v1/chat/completions", "json": LONG, "timeout": 60}
-        asking = threading.Thread(target=httpx.post, kwargs=ask)
-        asking.start()
+    with asked_while_silent(running):
         stuck = eventually(lambda: (answer := health()).status_code == 503 and answer)
         assert stuck.json() == {"status": "stuck", "models": ["demo"]}
         assert httpx.get(f"{running.url}/status", timeout=60).json()["models"][0]["stuck"]
-    finally:
-        os.kill(client.pid, signal.SIGCONT)
-    asking.join()
     assert health().status_code == 200
 
 

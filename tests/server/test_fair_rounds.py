@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+from contextlib import ExitStack
 
 import httpx
 
 from tests.support.server.kit import start_engine
+from tests.support.server.raw_http import CHAT
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.offload import REQUESTER, Requester
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
@@ -70,19 +72,13 @@ async def test_the_engine_serves_clients_in_rounds():
     assert ended.index("other") == 1
 
 
-def test_paths_and_users_are_clients_of_their_own(running, monkeypatch):
-    seen = []
-    next_round = FairRounds.next_round
-    monkeypatch.setattr(
-        FairRounds, "next_round", lambda self, c: seen.append(c) or next_round(self, c)
-    )
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    for path, body in [
-        ("/v1/chat/completions", chat),
-        ("/v1/chat/completions", chat),
-        ("/v1/chat/completions", {**chat, "user": "index"}),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
-    ]:
-        assert httpx.post(running.url + path, json=body, timeout=60).status_code == 200
-    assert seen[0] == seen[1]
-    assert len(set(seen)) == 3
+def test_paths_and_users_are_clients_of_their_own(running):
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    asked = [(CHAT, chat), (CHAT, chat), (CHAT, {**chat, "user": "index"})]
+    with ExitStack() as streams:
+        for path, body in [*asked, ("/v1/completions", {"prompt": "hi"})]:
+            body |= {"stream": True, "max_tokens": 4000, "ignore_eos": True}
+            stream = httpx.stream("POST", running.url + path, json=body, timeout=60)
+            assert streams.enter_context(stream).status_code == 200
+        rounds = [request.fair_round for request in running.server.requests.values()]
+    assert rounds == [0, 1, 0, 0]

@@ -8,7 +8,6 @@ import pytest
 from tests.support.server.raw_http import CHAT
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.server.text_model import TextModel
 
 SERVING = {"engine": EngineConfig(num_blocks=64, max_num_seqs=8, max_model_len=256)}
 HI = {"role": "user", "content": "hi"}
@@ -51,36 +50,36 @@ SCHEMAS = {
                                            "c": {"allOf": [{"type": "string"}]}}},
     "guidance's own words": {"x-guidance": {"whitespace_pattern": "("}, "properties": {"a": {}}},
 }  # fmt: skip
-NAMES = {
-    "quotes": 'a"b', "a line break": "a\nb", "brackets": "</tool_call>", "spaces": " ",
-    "a null byte": "\0", "unicode": "\u2042", "long": "x" * 3000, "a surrogate": "\ud800",
-    "lark": '" | /.*/ #', "empty": "", "a number": 5, "null": None,
-}  # fmt: skip
+NAMES = ['a"b', "a\nb", "</tool_call>", " ", "\0", "\u2042", "x" * 3000, "\ud800", '" | /.*/ #']
+NAMES += ["", 5, None]
+
+
+def called(arguments, **fields):
+    call = {"id": "x", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [{**call, **fields}]}
+
+
+SAID = {"role": "assistant", "content": "x"}
 HISTORIES = {
-    "a result without a call": [{"role": "tool", "tool_call_id": "x", "content": "ok"}],
-    "a result without an id": [{"role": "tool", "content": "ok"}],
-    "an id that is no string": [{"role": "tool", "tool_call_id": [5], "content": "ok"}],
-    "arguments of a number": [{"role": "assistant", "tool_calls": [
-        {"id": 5, "function": {"name": "a", "arguments": 5}}]}],
-    "deep arguments": [{"role": "assistant", "tool_calls": [
-        {"id": "x", "function": {"name": "a", "arguments": "[" * 50_000 + "]" * 50_000}}]}],
-    "thoughts that are no text": [{"role": "assistant", "content": "x", "reasoning_content": 5}],
-    "thoughts in a list": [{"role": "assistant", "content": "x", "reasoning": [{"a": 1}]}],
-}  # fmt: skip
+    "a result without a call": {"role": "tool", "tool_call_id": "x", "content": "ok"},
+    "a result without an id": {"role": "tool", "content": "ok"},
+    "an id that is no string": {"role": "tool", "tool_call_id": [5], "content": "ok"},
+    "arguments of a number": called(5, id=5),
+    "deep arguments": called("[" * 50_000 + "]" * 50_000),
+    "thoughts that are no text": {**SAID, "reasoning_content": 5},
+    "thoughts in a list": {**SAID, "reasoning": [{"a": 1}]},
+}
 # Calls that this server may have sent.
 MALFORMED_CALLS = {
-    "arguments that are a list": [{"role": "assistant", "tool_calls": [
-        {"id": "x", "function": {"name": "a", "arguments": "[1]"}}]}],
-    "arguments that are no JSON": [{"role": "assistant", "tool_calls": [
-        {"id": "x", "function": {"name": "a", "arguments": '{"x": '}}]}],
-    "calls without content": [{"role": "assistant", "content": None, "tool_calls": [
-        {"id": "x", "type": "function", "function": {"name": "a", "arguments": "{}"}}]}],
-}  # fmt: skip
+    "arguments that are a list": called("[1]"),
+    "arguments that are no JSON": called('{"x": '),
+    "calls without content": {**called("{}"), "content": None},
+}
 
 
 @pytest.fixture(autouse=True, params=["hermes", "qwen3_coder", "kimi_k2"])
-def chat_format(request, monkeypatch):
-    monkeypatch.setattr(TextModel, "chat_format", FORMATS[request.param])
+def chat_format(request, running):
+    running.model.chat_format = FORMATS[request.param]
 
 
 def check(http, asked, may_refuse=True):
@@ -101,10 +100,7 @@ def check(http, asked, may_refuse=True):
 
 def definitions():
     odd = {what: {"name": "a", "parameters": schema} for what, schema in SCHEMAS.items()}
-    odd |= {
-        what: {"name": name, "parameters": {"properties": {"b": {}}}}
-        for what, name in NAMES.items()
-    }
+    odd |= {repr(name): {"name": name, "parameters": {"properties": {"b": {}}}} for name in NAMES}
     for what, tool in odd.items():
         tools = [{"type": "function", "function": tool}]
         for choice in "auto", "required":
@@ -122,7 +118,7 @@ def test_definitions(http):
 
 def test_histories(http):
     for histories, may_refuse in (HISTORIES, True), (MALFORMED_CALLS, False):
-        asked = [(what, CHAT, {"messages": [HI, *m, HI]}) for what, m in histories.items()]
+        asked = [(what, CHAT, {"messages": [HI, m, HI]}) for what, m in histories.items()]
         check(http, asked, may_refuse)
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from tests.support.server.command import eventually
 from vllm_metal_lite import SamplingParams
-from vllm_metal_lite.server.openai_api.prompts import split_prompts
 
 PROMPT = "The lantern in the rain"
 
@@ -65,12 +64,6 @@ def test_several_prompts_and_answers(client, lenient):
     assert joined(chunks, 6) == expected
     assert last.usage.completion_tokens == num_tokens
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens
-
-
-def test_a_seed_gives_the_same_again(client):
-    options = {"temperature": 1.5, "seed": 11, "max_tokens": 8, "n": 2}
-    first = [choice.text for choice in complete(client, **options).choices]
-    assert [choice.text for choice in complete(client, **options).choices] == first
 
 
 def test_echo(client, lenient, llm):
@@ -178,9 +171,3 @@ def test_one_error_among_several_prompts_ends_the_stream(http):
     *_, last, done, end = answer.text.split("\n\n")
     assert "no token can be sampled" in last
     assert (done, end) == ("data: [DONE]", "")
-
-
-def test_prompts_are_told_apart():
-    assert split_prompts("a") == ["a"]
-    assert split_prompts([1, 2]) == [[1, 2]]
-    assert split_prompts(["a", [1]]) == ["a", [1]]

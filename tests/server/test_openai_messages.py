@@ -2,15 +2,17 @@
 
 import pytest
 
-from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.rules import rules_of
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.anthropic_api import MessagesRequest
 from vllm_metal_lite.server.content import arguments_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields, chat_messages
 from vllm_metal_lite.server.openai_api.completions import CompletionRequest
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, prompt_logprobs
+from vllm_metal_lite.server.openai_api.responses import ResponsesRequest
+from vllm_metal_lite.server.params import RENAMED
 
 USER = {"role": "user", "content": "hi"}
 
@@ -109,25 +111,37 @@ def test_a_message_that_goes_on_has_no_generation_prompt_behind_it():
         both.conversation([USER])
 
 
-@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest])
+@pytest.mark.parametrize(
+    "body", [ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+)
 def test_every_sampling_parameter_is_a_field(body):
-    assert rules_of(SamplingParams).keys() - {"thinking"} <= body.model_fields.keys()
+    """Under vLLM's name, or a name of the API's own.  One answer only: the later two APIs."""
+    left_out = {"thinking"}
+    if body in (MessagesRequest, ResponsesRequest):
+        left_out |= {"n", "logprobs", "prompt_logprobs"}
+    names = {RENAMED.get(name, name) for name in body.model_fields}
+    assert rules_of(SamplingParams).keys() - left_out <= names
+
+
+class Pieces:
+    """A tokenizer whose tokens 1 to 3 are parts of characters."""
+
+    def convert_ids_to_tokens(self, token_id):
+        return {1: "<0xE2>", 2: "Ãĥ", 3: "\ufffd"}[token_id]
+
+    def decode(self, token_ids):
+        return "é" if token_ids == [4] else "\ufffd"
 
 
 def test_bytes_of_tokens_that_are_parts_of_characters():
-    class Tokenizer:
-        def convert_ids_to_tokens(self, token_id):
-            return {1: "<0xE2>", 2: "Ãĥ", 3: "\ufffd"}[token_id]
-
-    names = TokenNames(Tokenizer())
-    broken = Logprob(0.0, 1, "\ufffd")
-    assert names.bytes(1, broken) == [0xE2]
-    assert names.bytes(2, broken) == [0xC3, 0x83]
-    assert names.bytes(3, broken) == list("\ufffd".encode())
-    assert names.bytes(4, Logprob(0.0, 1, "é")) == list("é".encode())
+    names = TokenNames(Pieces())
+    expected = [[0xE2], [0xC3, 0x83], list("\ufffd".encode()), list("é".encode())]
+    assert [names.bytes(token_id) for token_id in (1, 2, 3, 4)] == expected
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
 def test_a_logprob_that_json_lacks_is_the_lowest(logprob):
-    ((entry,),) = [one.values() for one in prompt_logprobs([{5: Logprob(logprob, 1)}])]
-    assert entry["logprob"] == -9999.0
+    ((entry,),) = [
+        one.values() for one in prompt_logprobs([[(4, logprob, 1)]], TokenNames(Pieces()))
+    ]
+    assert entry == {"logprob": -9999.0, "rank": 1, "decoded_token": "é"}

@@ -28,6 +28,12 @@ def test_every_endpoint_is_there_and_every_reference_leads_somewhere(document, h
     assert len(set(ids)) == len(ids)
 
 
+def test_a_sampling_parameter_is_described_by_its_rule(document):
+    for name in ("ChatCompletionRequest", "ResponsesRequest", "MessagesRequest"):
+        fields = document["components"]["schemas"][name]["properties"]
+        assert fields["top_p"]["description"] == "a number above 0 and at most 1"
+
+
 @pytest.mark.parametrize(
     ("fields", "is_valid"),
     [

@@ -8,17 +8,20 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.server.scripted import hermes_call as call
+from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.server.openai_api.response_events import OutputItems, numbered_events
+from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_tools import Callee
+from vllm_metal_lite.server.worker.messages import Add
+from vllm_metal_lite.server.worker.request_state import RequestState
 
-RUN = {"type": "function", "name": "run", "strict": False, "parameters": {
-    "type": "object", "properties": {"cmd": {"type": "string"}}}}  # fmt: skip
+CMD = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+RUN = {"type": "function", "name": "run", "strict": False, "parameters": CMD}
+WAIT = {"type": "function", "name": "wait", "parameters": {}}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
-AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.",
-          "tools": [{"type": "function", "name": "wait", "parameters": {}}]}  # fmt: skip
+AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [WAIT]}
 TOOLS = [RUN, PATCH, AGENTS, {"type": "web_search"}]
 ASK = {"model": "demo", "input": "Go on.", "tools": TOOLS}
 
@@ -77,7 +80,9 @@ def item(text):
     return ["output_item.added", f"{text}.delta", f"{text}.done", "output_item.done"]
 
 
-MESSAGE, THOUGHTS = part("content_part", "output_text"), "<think>\nI look.\n</think>\n\nFine."
+MESSAGE = part("content_part", "output_text")
+SUMMARY = part("reasoning_summary_part", "reasoning_summary_text")
+THOUGHTS = "<think>\nI look.\n</think>\n\nFine."
 
 
 @pytest.mark.parametrize(
@@ -86,12 +91,11 @@ MESSAGE, THOUGHTS = part("content_part", "output_text"), "<think>\nI look.\n</th
         ("", None, [], []),
         ("Fine.", None, MESSAGE, ["msg"]),
         (THOUGHTS, None, [*part("content_part", "reasoning_text"), *MESSAGE], ["rs", "msg"]),
-        (THOUGHTS, "auto", [*part("reasoning_summary_part", "reasoning_summary_text"), *MESSAGE],
-         ["rs", "msg"]),
+        (THOUGHTS, "auto", [*SUMMARY, *MESSAGE], ["rs", "msg"]),
         (call("run", cmd="ls"), None, item("function_call_arguments"), ["fc"]),
         (call("apply_patch", input="***"), None, item("custom_tool_call_input"), ["ctc"]),
     ],
-)  # fmt: skip
+)
 def test_the_events_of_each_item(client, script, answer, summary, expected, prefixes):
     script.says(answer, size=2)
     created, begun, *events, completed = client.responses.create(
@@ -114,11 +118,12 @@ def test_the_events_of_each_item(client, script, answer, summary, expected, pref
 
 
 def test_calls_have_different_ids_though_those_of_the_model_repeat():
-    output = OutputItems(numbered_events(), "1", {"wait": Callee("function", "wait")}, False)
+    request = RequestState(Add("resp_1", [1], SamplingParams()), None)
+    reply = ResponseReply(request, None, {"wait": Callee("function", "wait")}, False, {}, None)
     call = "<|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     answer = f"<|tool_calls_section_begin|>{2 * call}<|tool_calls_section_end|>"
-    output.take(ChatParser(FORMATS["kimi_k2"], [Tool("wait")]).feed(answer))
-    assert len({item["call_id"] for item in output.items}) == len(output.items) == 2
+    reply.take(ChatParser(FORMATS["kimi_k2"], [Tool("wait")]).feed(answer))
+    assert len({item["call_id"] for item in reply.items}) == len(reply.items) == 2
 
 
 def test_parsed_arguments(client, script):

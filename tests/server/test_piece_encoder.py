@@ -1,5 +1,7 @@
 """Texts encoded piece by piece have the tokens of the whole text."""
 
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from vllm_metal_lite.errors import PromptTooLong
-from vllm_metal_lite.server import piece_encoder
 from vllm_metal_lite.server.piece_encoder import PieceEncoder
 
 ADDED = [
@@ -93,17 +94,17 @@ def test_a_turn_encodes_only_what_is_new():
     ]
 
 
-def test_the_pieces_kept_are_bounded_and_the_oldest_go(monkeypatch):
-    monkeypatch.setattr(piece_encoder, "_MAX_KEPT", 30)
+def test_the_pieces_kept_are_bounded_and_the_oldest_go():
     tokenizer = Counting()
-    encode = PieceEncoder(tokenizer)
-    for text in ("<|start|>ab", "<|start|>ab ab", "<|start|>ab", "<|start|>ab ab ab"):
+    tokenizer.tokenizer = Mock(wraps=tokenizer.tokenizer, encode=lambda text, **how: [1])
+    encode, (a, b, c) = PieceEncoder(tokenizer), ("<|start|>" + x * 1_900_000 for x in "abc")
+    for text in a, b, a, c:  # two of them are kept
         encode(text)
     tokenizer.encoded.clear()
-    encode("<|start|>ab")
+    encode(a)
     assert tokenizer.encoded == []
-    encode("<|start|>ab ab")
-    assert tokenizer.encoded == ["<|start|>ab ab"]
+    encode(b)
+    assert tokenizer.encoded == [b]
 
 
 def test_a_slow_tokenizer_gets_the_whole_text():
@@ -113,9 +114,8 @@ def test_a_slow_tokenizer_gets_the_whole_text():
     assert tokenizer.encoded == ["<|start|>ab<|start|>ab"]
 
 
-def test_a_text_of_too_many_tokens_is_refused_before_its_end(monkeypatch):
-    monkeypatch.setattr(piece_encoder, "_SLICE", 100)
-    for text in "x " * 5000, "<|start|>x x x" * 700:
+def test_a_text_of_too_many_tokens_is_refused_before_its_end():
+    for text in "x " * 100_000, "<|start|>x x x" * 14_000:
         encode = PieceEncoder(TOKENIZERS["byte level"])
         num_tokens = len(encode(text))
         assert encode(text, num_tokens) == encode(text)

@@ -132,20 +132,22 @@ def test_documents_may_be_objects(http, path):
     assert http.post("/score", json={"text_1": "a", "text_2": "b"}).status_code == 200
 
 
-def test_the_text_of_all_pairs_is_bounded(running, post, monkeypatch):
-    """A reranker reads the query and the instruction once a document."""
+@pytest.fixture
+def reranker(running):
+    """The model answers with the probability of a token, so each pair is a prompt."""
+    facts = running.model.facts
+    running.model.facts = replace(facts, pooling=PoolingConfig(score_token_ids=(1, 2)))
+    yield
+    running.model.facts = facts
+
+
+@pytest.mark.usefixtures("reranker")
+def test_the_text_of_all_pairs_is_bounded(post, monkeypatch):
+    """A reranker reads the query and the instruction once a document, and a query of its own pair
+    once."""
     body = {"query": "q" * 9_000, "documents": ["d"] * 1_000, "instruction": "i" * 9_000}
-    model = next(iter(running.server.models.loaded.values())).model
-    pooling = PoolingConfig(score_token_ids=(1, 2))
-    monkeypatch.setattr(model, "facts", replace(model.facts, pooling=pooling))
     error = post("rerank", **body).json()["error"]
     assert "18,010,000 characters, and at most 16,000,000" in error["message"]
-
-
-def test_a_query_of_each_pair_counts_once(post, running, monkeypatch):
-    model = running.server.models.loaded["demo"].model
-    pooling = PoolingConfig(score_token_ids=(1, 2))
-    monkeypatch.setattr(model, "facts", replace(model.facts, pooling=pooling))
     monkeypatch.setattr(module, "MAX_POOLED_CHARACTERS", 1000)
     texts = ["A story"] * 20
     asked = {"text_1": texts, "text_2": texts, "truncate_prompt_tokens": 100}

@@ -18,15 +18,15 @@ from tests.support.chat import real_parts, real_tokenizers
 from tests.support.chat.guided import allowed, guided_answer
 from tests.support.chat.text import TOOLS, Said, gather
 from tests.support.chat.writers import WRITERS
-from tests.support.server.kit import text_model
+from tests.support.server.kit import model_text
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.sampling.masks import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.conversations import ChatRequest
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.turns import PreparedTurn, prepare
-from vllm_metal_lite.structured_outputs.build import build
+from vllm_metal_lite.structured_outputs import build
 
 pytestmark = pytest.mark.long
 
@@ -56,16 +56,16 @@ def model(request):
 
 
 @lru_cache(maxsize=1)  # a tokenizer takes seconds and 200 MB; gpt-oss comes last, and again below
-def model_of(family: str, name: str) -> TextModel:
+def model_of(family: str, name: str) -> ModelText:
     """name: of a template on the hub; "": the family's own."""
     template = real_parts.template(name) if name else ""
     with TemporaryDirectory() as folder:
         real_tokenizers.tokenizer_folder(Path(folder), family, template)
-        return text_model(load_tokenizer(Path(folder)), family)
+        return model_text(load_tokenizer(Path(folder)), family)
 
 
 def turn_of(
-    model: TextModel,
+    model: ModelText,
     choice: ToolChoice = AUTO,
     tools: Sequence[Tool] = TOOLS,
     budget: int | None = None,
@@ -78,10 +78,10 @@ def turn_of(
     return asyncio.run(prepare(model, conversation, SamplingParams()))
 
 
-def said_by(model: TextModel, turn: PreparedTurn, token_ids: list[int]) -> Said:
+def said_by(model: ModelText, turn: PreparedTurn, token_ids: list[int]) -> Said:
     """The answer that these tokens make, read token by token."""
     answer: list[int] = []
-    detokenizer = Detokenizer(model.tokenizer, turn.params, answer, turn.prompt.token_ids)
+    detokenizer = Detokenizer(model.tokenizer, turn.params, answer, turn.token_ids)
     parser, events, done = turn.make_parser(), [], 0
     for token_id in token_ids:
         answer.append(token_id)
@@ -91,7 +91,7 @@ def said_by(model: TextModel, turn: PreparedTurn, token_ids: list[int]) -> Said:
     return gather([*events, *parser.close()])
 
 
-def encode(model: TextModel, text: str) -> list[int]:
+def encode(model: ModelText, text: str) -> list[int]:
     return model.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -99,7 +99,7 @@ def test_calls_token_by_token(model):
     turn = turn_of(model)
     format_ = model.chat_format
     text = WRITERS[format_.name](CALLS)
-    tail = model.tokenizer.decode(turn.prompt.token_ids[-64:])
+    tail = model.tokenizer.decode(turn.token_ids[-64:])
     if format_.opens_reasoning(tail):
         text = f"Hm.\n{format_.thoughts.end}\n\n{text}"
     said = said_by(model, turn, encode(model, text))
@@ -140,7 +140,7 @@ def gpt_oss():
     return model_of("gpt-oss", "")
 
 
-def limits_of(model: TextModel, turn: PreparedTurn, answer: str) -> Constraint:
+def limits_of(model: ModelText, turn: PreparedTurn, answer: str) -> Constraint:
     """The constraint of an answer that has begun so."""
     tokenizer = model.tokenizer
     limits = build(turn.params, tokenizer, len(tokenizer), [tokenizer.eos_token_id])
@@ -175,7 +175,7 @@ def test_no_thoughts_where_the_template_cannot_turn_them_off(gpt_oss, thoughts):
 
 def test_effort_is_a_word_of_the_prompt(gpt_oss):
     assert gpt_oss.can_think
-    prompt = gpt_oss.tokenizer.decode(turn_of(gpt_oss, effort="high").prompt.token_ids)
+    prompt = gpt_oss.tokenizer.decode(turn_of(gpt_oss, effort="high").token_ids)
     assert "Reasoning: high" in prompt
 
 

@@ -9,12 +9,10 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "run", "arguments": '{
 CALLED = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}}
 
 
-HOSTED = (
-    "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output",
-    "apply_patch_call", "apply_patch_call_output", "computer_call", "computer_call_output",
-    "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
-    "file_search_call", "image_generation_call", "code_interpreter_call", "tool_search_output",
-)  # fmt: skip
+CALLS = "local_shell", "shell", "apply_patch", "computer", "file_search", "image_generation"
+HOSTED = [f"{name}_call{end}" for name in (*CALLS, "code_interpreter") for end in ("", "_output")]
+HOSTED += [f"mcp_{end}" for end in ("call", "list_tools", "approval_request", "approval_response")]
+HOSTED += ["tool_search_output"]
 
 
 def item(role, text):
@@ -122,15 +120,12 @@ def test_thoughts_that_cannot_be_read_or_that_nothing_follows_are_left_out():
     assert input_messages(items, None) == [message("assistant", "yes"), message("user", "go on")]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"type": None}, {"type": ["message"]}, {"role": "user"} | {"type": "hologram"},
-        {"role": 5, "content": "x"}, {"content": "x"}, {"role": "user", "content": 5},
-        {"type": "function_call", "name": None}, {"type": "function_call"},
-        {"type": "reasoning", "summary": 7}, {"type": "function_call_output", "output": {}},
-    ],
-)  # fmt: skip
+BAD = [{"type": kind} for kind in (None, ["message"], "hologram", "function_call")]
+BAD += [{"content": "x"}, {"role": 5, "content": "x"}, {"role": "user", "content": 5}]
+BAD += [{"type": "reasoning", "summary": 7}, {"type": "function_call_output", "output": {}}]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_bad_items_are_named(bad):
     with pytest.raises(ApiError, match=r"^input\.1") as caught:
         input_messages([item("user", "x"), bad], None)

@@ -13,7 +13,7 @@ from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import EventStream
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
+from vllm_metal_lite.server.worker.messages import Add, Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 ASK = "Tell me about a lantern in the rain."
@@ -44,12 +44,6 @@ def test_a_response(client):
     assert response.usage.total_tokens == response.usage.input_tokens + 12
 
 
-def test_an_answer_that_ends_by_itself_is_completed(client):
-    response = client.responses.create(input=ASK, temperature=0)
-    assert (response.status, response.incomplete_details) == ("completed", None)
-    assert response.output[0].status == "completed"
-
-
 def test_events_come_in_order_and_make_the_whole(client):
     whole = client.responses.create(input=ASK, **LIMITS)
     events = list(client.responses.create(input=ASK, stream=True, **LIMITS))
@@ -76,14 +70,14 @@ async def test_signs_of_life_are_numbered_events():
         Add("resp_1", [1], SamplingParams(max_tokens=1)), load_tokenizer_only("demo")
     )
     news = deltas([request], lambda: ChatParser(PLAIN))
-    reply = ResponseReply(request, news, {}, False, {}, lambda token_ids, positions: [])
+    reply = ResponseReply(request, news, {}, False, {}, lambda positions: [])
     sent = []
 
     async def send(message):
         sent.extend(message.get("body", b"").decode().splitlines())
         signs = sent.count("event: response.in_progress") - 1
         if signs > 2 and not request.finished:
-            request.take([AnswerUpdate(0, [5], "", "length")])
+            request.take([Delta(0, [5], "", "length")])
 
     stream = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
     await stream({}, asyncio.Event().wait, send)
@@ -128,11 +122,3 @@ def test_logprobs(client):
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     streamed = [token for delta in deltas for token in delta.logprobs]
     assert [token.token for token in streamed] == [token.token for token in tokens]
-
-
-def test_vllms_sampling_parameters(client):
-    text = client.responses.create(input=ASK, temperature=0).output_text
-    stop = text.split()[2]
-    stopped = client.responses.create(input=ASK, temperature=0, extra_body={"stop": [stop]})
-    assert stopped.output_text == text[: text.index(stop)]
-    assert stopped.status == "completed"

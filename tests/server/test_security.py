@@ -31,13 +31,13 @@ def guarded() -> Iterator[Running]:
 ACCEPTED = (200, "")
 FOREIGN = (403, "--allowed-host to accept the name")
 NO_NAME = (400, "--allowed-host '*'")
+_OWN = "127.0.0.1 localhost localhost. LOCALHOST:1234 [::1]:80 192.168.0.9:1"
+_OTHERS = "evil.example evil.example:8000 localhost.evil.example 127.0.0.1.nip.example"
 HOSTS = {
-    ACCEPTED: ["127.0.0.1", "localhost", "localhost.", "LOCALHOST:1234", "[::1]:80",
-               "192.168.0.9:1", socket.gethostname()],
-    FOREIGN: ["evil.example", "evil.example:8000", "localhost.evil.example",
-              "127.0.0.1.nip.example"],
+    ACCEPTED: [*_OWN.split(), socket.gethostname()],
+    FOREIGN: _OTHERS.split(),
     NO_NAME: ["", "[", "user@localhost", "localhost:80:80", "localhost/a", ":80"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("host", "expected"), [(h, e) for e in HOSTS for h in HOSTS[e]])

@@ -130,13 +130,14 @@ def test_unknown_fields_of_objects_have_their_place():
     assert [*body.unknown_fields()] == ["e", "stream_options.a", *objects]
 
 
+_SCHEMA = {"schema": {"type": "null"}, "c": 1}
 NESTED = {
-    "stream": True, "stream_options": {"a": 1}, "tool_choice": "none",
-    "response_format": {
-        "type": "json_schema", "b": 1, "json_schema": {"schema": {"type": "null"}, "c": 1},
-    },
+    "stream": True,
+    "stream_options": {"a": 1},
+    "tool_choice": "none",
+    "response_format": {"type": "json_schema", "b": 1, "json_schema": _SCHEMA},
     "tools": [{"type": "function", "function": {"name": "f", "d": 1}}],
-}  # fmt: skip
+}
 
 
 def test_unknown_fields_are_logged_once_in_short_lines(client, caplog):

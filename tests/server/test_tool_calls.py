@@ -20,7 +20,6 @@ from tests.support.server.chat_apis import (
 )
 from tests.support.server.command import eventually
 from tests.support.server.scripted import hermes_call as call
-from vllm_metal_lite.server.text_model import TextModel
 
 
 @pytest.fixture(params=APIS, ids=lambda api: api.__name__)
@@ -105,10 +104,11 @@ def test_calls_that_nobody_wants_are_text(api, script, how):
 
 @pytest.mark.parametrize(("choice", "names"), [("required", ["run", "wait"]), ("run", ["run"])])
 @pytest.mark.parametrize("thinks", [False, True])
-def test_demanded_calls_follow_a_grammar(api, script, choice, names, thinks, monkeypatch):
-    monkeypatch.setattr(TextModel, "thinks", property(lambda self: thinks))
+def test_demanded_calls_follow_a_grammar(api, script, choice, names, thinks):
     script.says(call("run", cmd="ls"))
+    script.running.model.thinks = thinks
     api.whole(choice=choice)
+    del script.running.model.thinks  # which is found again
     params = script.requests[-1].params
     # The rules of the calls that may come.
     calls = re.search("^call: .*$", params.structured_outputs.grammar, re.MULTILINE)[0]

@@ -15,16 +15,21 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.server.kit import start_engine
+from tests.support.server.scripted import hermes_call
 from vllm_metal_lite import EngineConfig, SamplingParams
+from vllm_metal_lite.chat_formats.events import Text
+from vllm_metal_lite.chat_formats.json_markers import HERMES
+from vllm_metal_lite.chat_formats.parser import ChatParser
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.failed_steps import MAX_FAILURES
 from vllm_metal_lite.errors import BusyError, RequestError, SamplingError
-from vllm_metal_lite.server.deltas import deltas
+from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, EngineLost
+from vllm_metal_lite.server.worker.messages import Add, Delta, EngineLost
 from vllm_metal_lite.server.worker.process import Caller, ToServer, Worker
-from vllm_metal_lite.server.worker.request_state import RequestState, changes
+from vllm_metal_lite.server.worker.request_state import RequestState, news_of
 from vllm_metal_lite.structured_outputs import compiler
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
@@ -52,9 +57,10 @@ def client(async_runner) -> Iterator[EngineClient]:
 
 async def answer(
     client: EngineClient, name: str, params: SamplingParams, prompt: list[int] = PROMPT
-) -> list[list[int]]:
+) -> Delta:
     async with client.generate(Add(name, prompt, params)) as request:
-        return [a.token_ids for a in await request.complete()]
+        (whole,) = await whole_answers(deltas([request]))
+        return whole
 
 
 async def until(client: EngineClient, is_so: Callable[[dict[str, int]], bool]) -> None:
@@ -78,13 +84,14 @@ async def assert_clean(client: EngineClient) -> None:
     assert not client._replies
 
 
-async def test_tokens_over_the_pipe_are_the_engines_tokens(client):
+async def test_an_answer_over_the_pipe_is_the_engines(client):
     own = LLMEngine.from_name("demo", CONFIG)
     own.add_request("a", {"prompt_token_ids": PROMPT}, short(20))
     outputs = []
     while own.has_unfinished_requests():
         outputs = own.step() or outputs
-    assert await answer(client, "a", short(20)) == [outputs[0].outputs[0].token_ids]
+    (expected,), got = outputs[0].outputs, await answer(client, "a", short(20))
+    assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
 
 
 MOMENTS = ("before it is accepted", "accepted", "waiting", "prefilling", "decoding", "the end")
@@ -129,34 +136,23 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(client, moment,
     await assert_clean(client)
 
 
-async def test_a_slow_reader_gets_several_tokens_at_once(client):
-    async with client.generate(Add("slow", PROMPT, short(30))) as request:
-        while not request.finished:
-            await asyncio.sleep(0.01)
-        (delta,) = [delta async for delta in deltas([request])]
-        assert len(delta.token_ids) == 30
-        assert delta.answer.finish_reason == "length"
-        assert delta.text == request.answers[0].text
-    await assert_clean(client)
-
-
 @pytest.mark.parametrize("stop", [None, ["zzz"]])
-async def test_the_deltas_of_all_answers_add_up(client, stop):
+async def test_a_slow_reader_gets_the_same_at_once(client, stop):
     params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
-    async with client.generate(Add("n", PROMPT, params)) as request:
-        texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
-        async for delta in deltas([request]):
-            index = delta.answer.index
-            texts[index] += delta.text
-            tokens[index] += delta.token_ids
-            logprobs[index] += delta.logprobs
-        for a in request.answers:
-            assert (texts[a.index], tokens[a.index]) == (a.text, a.token_ids)
-            assert logprobs[a.index] == a.logprobs
-            assert len(a.logprobs) == len(a.token_ids)
-            assert a.finish_reason in ("stop", "length")
+    async with client.generate(Add("fast", PROMPT, params, cache_salt="a")) as request:
+        fast = await whole_answers(deltas([request]))
         times = request.times
         assert times.arrived <= times.scheduled <= times.first_token <= times.finished
+        assert [len(delta.token_ids) for delta in fast] == request.num_tokens_of
+    async with client.generate(Add("slow", PROMPT, params, cache_salt="b")) as request:
+        await request.complete()
+        slow = [delta async for delta in deltas([request])]
+    assert [delta._replace(events=()) for delta in slow] == [d._replace(events=()) for d in fast]
+    for delta in slow:
+        assert delta.events == [Text(delta.text)]
+        assert [scores[0][0] for scores in delta.logprobs] == delta.token_ids
+        assert delta.finish_reason in ("stop", "length")
+    await assert_clean(client)
 
 
 async def test_a_refused_request_is_forgotten(client):
@@ -173,7 +169,7 @@ async def test_a_request_that_breaks_the_engine_harms_no_other(client):
     other = asyncio.ensure_future(answer(client, "other", short(30)))
     with pytest.raises(EngineLost, match="the engine failed"):
         await answer(client, "broken", short(), Unreadable([1]))
-    assert len((await other)[0]) == 30
+    assert len((await other).token_ids) == 30
     await assert_clean(client)
 
 
@@ -300,18 +296,42 @@ async def test_lost_requests_fail_and_others_go_on(client):
             await lost.complete()
         with pytest.raises(EngineLost, match="a step failed"):
             [delta async for delta in deltas([lost])]
-        assert len((await other.complete())[0].token_ids) == 8
+        await other.complete()
+        assert other.num_tokens == 8
         client.call("abort", "lost")
     await assert_clean(client)
+
+
+async def test_many_unread_deltas_become_few():
+    request = RequestState(Add("a", PROMPT, short(stop=["z"], logprobs=0)), None)
+    tokens = list(range(2000))
+    for token in tokens:
+        request.take([Delta(0, [token], f"{token} ", logprobs=[[(token, -0.5, 1)]])])
+    assert len(request.unread[0]) < 300
+    _, delta = await anext(news_of([request]))
+    assert (delta.token_ids, list(map(int, delta.text.split()))) == (tokens, tokens)
+    assert [scores[0][0] for scores in delta.logprobs] == tokens
+
+
+async def test_an_answer_that_is_over_for_its_reader_still_runs_in_the_engine():
+    """So the engine hears of its end when the client leaves, though further tokens came."""
+    request = RequestState(Add("a", PROMPT, short(stop=["zzz"])), None)
+    request.take([Delta(0, [5], hermes_call("run"))])
+    one_call = deltas([request], lambda: ChatParser(HERMES, [Tool("run")]), parallel=False)
+    assert [delta.finish_reason async for delta in one_call] == ["tool_calls"]
+    request.take([Delta(0, [6], "more")])
+    assert (request.finish_reasons, request.finished) == (["stop"], False)
+    request.take([Delta(0, [7], "", "length")])
+    assert request.finished
 
 
 async def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(client):
     tokenizer = client.model.tokenizer
     first, second = (RequestState(Add(name, PROMPT, short()), tokenizer) for name in "ab")
-    first.take([AnswerUpdate(0, [5])])
-    second.take([AnswerUpdate(0, [5], finish_reason="length")])
-    news = changes([first, second])
-    assert [await anext(news), await anext(news)] == [0, 1]
+    first.take([Delta(0, [5])])
+    second.take([Delta(0, [6], finish_reason="length")])
+    news = news_of([first, second])
+    assert [(await anext(news))[1].token_ids for _ in range(2)] == [[5], [6]]
     first.fail(EngineLost("gone"))
     with pytest.raises(EngineLost, match="gone"):
         await anext(news)

@@ -28,7 +28,7 @@ import asyncio, sys
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
-from vllm_metal_lite.server.worker.request_state import changes
+from vllm_metal_lite.server.worker.request_state import news_of
 
 async def configure(weight_bytes):
     return EngineConfig(num_blocks=256)
@@ -42,7 +42,7 @@ async def main():
         client = await EngineClient.start("demo", configure, None)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
         async with client.generate(Add("a", [1, 2, 3], params)) as request:
-            async for _ in changes([request]):
+            async for _ in news_of([request]):
                 print(client.pid, flush=True)
                 break
     await asyncio.sleep(60)

@@ -12,18 +12,21 @@ def look(tokens, most=99):
     return look_up(np.array(tokens, np.int32), most).tolist()
 
 
-@pytest.mark.parametrize(("tokens", "most", "following"), [
-    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 99, [4, 5, 6, 7, 8, 9]),  # twice the match
-    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 2, [4, 5]),
-    ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, [5]),  # of equal matches the latest
-    ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3], 1, [4]),  # the longest match
-    ([1, 2, 9, 1, 2], 9, []),  # too short
-    ([7, 7, 7, 7, 7], 6, [7] * 6),  # a match that overlaps the end
-    ([5, 1, 2, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
-    ([1, 2, 3], 9, []),
-    ([], 9, []),
-    ([1, 2, 3, 4, 1, 2, 3], 0, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "most", "following"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 99, [4, 5, 6, 7, 8, 9]),  # twice the match
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 2, [4, 5]),
+        ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, [5]),  # of equal matches the latest
+        ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3], 1, [4]),  # the longest match
+        ([1, 2, 9, 1, 2], 9, []),  # too short
+        ([7, 7, 7, 7, 7], 6, [7] * 6),  # a match that overlaps the end
+        ([5, 1, 2, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
+        ([1, 2, 3], 9, []),
+        ([], 9, []),
+        ([1, 2, 3, 4, 1, 2, 3], 0, []),
+    ],
+)
 def test_examples(tokens, most, following):
     assert look(tokens, most) == following
 
@@ -59,13 +62,16 @@ def test_a_draft_follows_the_longest_match(tokens, most):
     assert found == following
 
 
-@pytest.mark.parametrize(("new", "replaced"), [
-    (lambda text, at: [99], 1),
-    (lambda text, at: [98, 99], 2),
-    (lambda text, at: [text[at + 1]], 2),  # one was deleted
-    (lambda text, at: [text[at + 2]], 3),  # two
-    (lambda text, at: [99, text[at]], 1),  # one was inserted
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("new", "replaced"),
+    [
+        (lambda text, at: [99], 1),
+        (lambda text, at: [98, 99], 2),
+        (lambda text, at: [text[at + 1]], 2),  # one was deleted
+        (lambda text, at: [text[at + 2]], 3),  # two
+        (lambda text, at: [99, text[at]], 1),  # one was inserted
+    ],
+)
 @given(text=st.permutations(range(40)), at=st.integers(MIN_MATCH, 36))
 def test_a_draft_continues_behind_an_edit(new, replaced, text, at):
     tokens = [*text, *text[:at], *new(text, at)]

@@ -24,8 +24,7 @@ from vllm_metal_lite.errors import BusyError, SamplingError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.sampling.no_token import MASKED, why
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.structured_outputs import compiler
-from vllm_metal_lite.structured_outputs.build import build
+from vllm_metal_lite.structured_outputs import build, compiler
 from vllm_metal_lite.structured_outputs.compiler import Compiler, check
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -114,7 +113,7 @@ def test_at_the_end_only_the_end_may_come(tokenizer):
         limits.accept(min(ids))
     limits.accept(tokenizer.eos_token_id)
     assert allowed(limits, tokenizer.vocab_size) == {tokenizer.eos_token_id}
-    limits.accept(tokenizer.eos_token_id)  # of a request that ignores it
+    limits.accept(tokenizer.eos_token_id)  # as in a request that ignores EOS
     limits.rollback(2)
     assert allowed(limits, tokenizer.vocab_size) == {tokenizer.eos_token_id}
 
@@ -254,13 +253,6 @@ def test_objects_are_closed_and_data_is_not(tokenizer):
     schema = {"enum": [{"properties": {}}]}
     text = draw(tokenizer, 0, json=schema, disable_additional_properties=True)
     assert json.loads(text) == {"properties": {}}
-
-
-def test_dicts_are_taken_too():
-    params = SamplingParams(structured_outputs={"regex": "a"}, thinking={"start": [1], "end": [2]})
-    assert params.structured_outputs == StructuredOutputsParams(regex="a")
-    with pytest.raises(SamplingError, match="regexp"):
-        SamplingParams(structured_outputs={"regexp": "a"})
 
 
 def test_a_model_without_a_tokenizer():

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.chat.guided import accept, allowed, walk
+from tests.support.chat.text import parse
 from tests.support.engine.slots import SlotConstraint
+from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.structured_outputs.thinking import ChannelThinking, Thinking
 from vllm_metal_lite.structured_params import ThinkingParams
 
@@ -89,6 +91,24 @@ def test_random_answers(seed, is_open, budget):
         assert tuple(thoughts[-2:]) == END
         count = len(thoughts) - 2 - (0 if is_open else 1)
         assert budget is None or count <= max(budget, 0)
+
+
+LETTERS = "</abhiknt> {}"
+PIECES = st.sampled_from(["</think>", "</thi", "<think>", "k>", "<", "a", "}", "{", " "])
+
+
+@given(pieces=st.lists(PIECES, max_size=8))
+def test_thoughts_end_where_the_reader_of_the_answer_ends_them(pieces):
+    """A token is a letter.  A prompt has opened the thoughts; the form gets what the user sees."""
+    text, marks = "".join(pieces), FORMATS["thinking"].thoughts
+    ids = {letter: i for i, letter in enumerate(LETTERS)}
+    form = SlotConstraint([], len(LETTERS))
+    params = ThinkingParams(*([ids[c] for c in mark] for mark in (marks.start, marks.end)), True)
+    accept(Thinking(params, form, len(LETTERS), []), *(ids[c] for c in text))
+    said = parse(FORMATS["thinking"], text, in_reasoning=True)
+    begun = "".join(LETTERS[i] for i in form.seen)
+    if not begun.lstrip().startswith("<"):  # the reader finds further thoughts, a form has none
+        assert said.text == begun.lstrip()
 
 
 # The tokens that begin thoughts (channel, analysis, message), and that end them (end, start).

@@ -1,7 +1,8 @@
 """A plugin of pytest: which tests run, and in which order.
 
 All run but those marked `thorough`, those marked `long` without --long, and most cases of the files
-and folders in slow.txt.  Behind a name there, "all" keeps all its cases.  --all-cases runs all.
+and folders in slow.txt.  Behind a name there, "all" keeps all its cases.  All cases of a test whose
+lines are new run, and each new case (news.py).  --all-cases runs all.
 """
 
 import hashlib
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.support.news import News
 
 TESTS = Path(__file__).parents[1]
 # A test with fewer cases is always run with all of them.
@@ -39,12 +42,14 @@ def pytest_collection_modifyitems(config, items):
     mark_slow(items)
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
-        dropped = {item for item in items if item.get_closest_marker("thorough")}
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        new = News(TESTS.parent).new_among(slow)
+        dropped = {item for item in items if item.get_closest_marker("thorough")} - new
         if not config.getoption("long"):
             dropped.update(item for item in items if item.get_closest_marker("long"))
         one_in = config.getoption("one_in")
-        marks = {item: item.get_closest_marker("slow") for item in items}
-        sampled = [item for item, mark in marks.items() if mark and "all" not in mark.args]
+        whole = {item for item in slow if "all" in item.get_closest_marker("slow").args}
+        sampled = [item for item in slow if item not in whole | new]
         dropped.update(most_of_many(sampled, one_in))
         try_fewer_examples(sampled, one_in)
         config.hook.pytest_deselected(items=list(dropped))

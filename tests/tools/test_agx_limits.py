@@ -28,9 +28,15 @@ def test_every_limit_is_of_a_check():
 
 @pytest.mark.parametrize(
     ("words", "most"),
-    [(["gather_rows"], 50), (["merge_partitions"], 150), (["): merge", "skinny_gemm (64 x"], 200),
-     (["64 float16, latent, blocks of 16) #2"], 20), (["#2"], 1000), (["MLX"], 0)],
-)  # fmt: skip
+    [
+        (["gather_rows"], 50),
+        (["merge_partitions"], 150),
+        (["): merge", "skinny_gemm (64 x"], 200),
+        (["64 float16, latent, blocks of 16) #2"], 20),
+        (["#2"], 1000),
+        (["MLX"], 0),
+    ],
+)
 def test_only_checks_whose_names_may_match_are_run(words, most, monkeypatch):
     run = []
 

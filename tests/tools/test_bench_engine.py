@@ -1,8 +1,6 @@
 """The benchmarks of engines measure what they say: the clock, the engines, the comparison."""
 
-import argparse
 import re
-import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -184,10 +182,9 @@ def test_bytes_of_experts_that_are_used():
 
 
 @pytest.mark.thorough
-def test_the_tables_of_loads_of_a_hybrid_model(monkeypatch, capsys):
+def test_the_tables_of_loads_of_a_hybrid_model(run_tool, capsys):
     arguments = "--model nemotron-h-tiny --load decodes single --scale 0.03 --quick"
-    monkeypatch.setattr(sys, "argv", ["bench/engine.py", *arguments.split()])
-    assert bench_engine.main() == 0
+    assert run_tool(bench_engine, arguments) == 0
     tables = []
     for text in capsys.readouterr().out.split("### ")[1:]:
         columns, _, ours, _, ratio = (
@@ -199,14 +196,11 @@ def test_the_tables_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     assert decodes["of roofline"].endswith("%")
 
 
-def test_an_engine_that_fails_is_left_out(monkeypatch, capsys):
-    fails = Mock(side_effect=RuntimeError("cuGraphAddKernelNode: invalid argument"))
-    bench = bench_engine.Bench("single", WaveLoad([Wave([[1]], [2])]))
-    engine = argparse.Namespace(name="mlx-lm 16/32")
-    done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
-    monkeypatch.setattr(bench_engine, "drive", lambda *_: done)
-    assert bench.tried(engine)["output_tokens_per_s"] == 10
-    monkeypatch.setattr(bench_engine, "drive", fails)
+def test_an_engine_that_fails_is_left_out(model, capsys):
+    load = WaveLoad([Wave([[1]], [2])])
+    bench, engine = bench_engine.Bench("single", load), MlxLmSingle(model)
+    assert bench.tried(engine)["output_tokens_per_s"] > 0
+    engine.step = Mock(side_effect=RuntimeError("cuGraphAddKernelNode: invalid argument"))
     assert bench.tried(engine) is None
     assert capsys.readouterr().err.endswith("left out, cuGraphAddKernelNode: invalid argument\n")
 
@@ -255,16 +249,13 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     ],
 )
 def test_a_number_that_cannot_work_is_named_before_the_run(
-    monkeypatch, capsys, tool, arguments, error
+    run_tool, capsys, tool, arguments, error
 ):
-    monkeypatch.setattr(sys, "argv", ["tool", *arguments.split()])
     with pytest.raises(SystemExit, match="2"):
-        tool.main()
+        run_tool(tool, arguments)
     assert error in capsys.readouterr().err
 
 
-def test_drafts_of_an_edited_text_are_accepted(monkeypatch, capsys):
-    how = "--model 128x2 --length 120 --only edit --requests 1 --runs 1"
-    monkeypatch.setattr(sys, "argv", ["speculation.py", *how.split()])
-    speculation.main()
+def test_drafts_of_an_edited_text_are_accepted(run_tool, capsys):
+    run_tool(speculation, "--model 128x2 --length 120 --only edit --requests 1 --runs 1")
     assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0

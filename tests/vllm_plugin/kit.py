@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -18,6 +19,7 @@ import mlx_lm
 import pytest
 import vllm.config.vllm
 import vllm.entrypoints.cli.main
+import vllm.triton_utils
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 from vllm.triton_utils import HAS_TRITON
@@ -25,6 +27,7 @@ from vllm.triton_utils import HAS_TRITON
 from tests.support.models import tiny_models as tiny
 from tools.lib.servers import free_port
 from vllm_metal_lite.model.files.find import DEMO_PATH
+from vllm_metal_lite.vllm_plugin import logger as plugin_logger
 
 # At the end of each engine vLLM unfreezes what imports have made, and collections walk over it.
 gc.unfreeze = lambda: None
@@ -66,9 +69,12 @@ FAMILIES = {
 NAMES = ARCHITECTURES | RECURRENT | SHARED | TEXT_PARTS | FAMILIES
 
 SMALL = {
-    "num_gpu_blocks_override": 100, "max_model_len": 128, "block_size": 8, "max_num_seqs": 8,
+    "num_gpu_blocks_override": 100,
+    "max_model_len": 128,
+    "block_size": 8,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
-}  # fmt: skip
+}
 
 
 @cache
@@ -160,6 +166,21 @@ def _vllm(command: list[str]) -> None:
     vllm.entrypoints.cli.main.main()
 
 
+@contextmanager
+def logged(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The lines of our log in vLLM, from a level up; vLLM's logger passes none on to pytest."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    plugin_logger.addHandler(handler)
+    plugin_logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        plugin_logger.removeHandler(handler)
+        plugin_logger.setLevel(logging.NOTSET)
+
+
 def use_dialect(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:
     """ "1": the scheduler speaks to vLLM's V2 model runner."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", dialect)
@@ -168,9 +189,8 @@ def use_dialect(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:
         # A module with kernels for Triton must be imported before Triton seems to be there.
         with suppress(ImportError):
             importlib.import_module("vllm.v1.sample.ops.topk_topp_triton")
-        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
-        if hasattr(vllm.config.vllm, "HAS_TRITON"):
-            monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        for module in (vllm.triton_utils, vllm.config.vllm):  # some versions have no copy
+            monkeypatch.setattr(module, "HAS_TRITON", True, raising=False)
 
 
 def core(llm: LLM) -> Any:

@@ -20,10 +20,9 @@ from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.packed import Fusion
-from vllm_metal_lite.vllm_plugin import worker
 from vllm_metal_lite.vllm_plugin.platform import too_long_steps
 from vllm_metal_lite.vllm_plugin.refusals import _OPTIONS
-from vllm_metal_lite.vllm_plugin.text_models import register_text_models
+from vllm_metal_lite.vllm_plugin.register_models import register_text_parts
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
@@ -89,10 +88,9 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level, tags):
 
 def test_what_is_fused_is_decided_for_each_store(monkeypatch):
     """At the start, and when a worker that slept gets a new one."""
-    seen, said = [], []
+    seen = []
     monkeypatch.setattr(decide, "decide", lambda *args: (seen.append(args[:2]), NoFusion())[1])
-    monkeypatch.setattr(worker.logger, "info", lambda text, *args, **_: said.append(text % args))
-    with kit.engine(enable_sleep_mode=True) as llm:
+    with kit.logged() as said, kit.engine(enable_sleep_mode=True) as llm:
         for count in (1, 2):
             mine = kit.worker(llm)
             assert len(seen) == count
@@ -113,8 +111,10 @@ def test_a_long_answer_ends_at_the_context_length():
     ("options", "named"),
     [
         ({"enable_lora": True}, "--enable-lora"),
-        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
-         "--pipeline-parallel-size 2: not with --tensor-parallel-size 2"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            "--pipeline-parallel-size 2: not with --tensor-parallel-size 2",
+        ),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"block_size": 64}, "--block-size 64: take one of"),
         ({"prefix_match_unit": 4}, "--prefix-match-unit 4"),
@@ -127,17 +127,31 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"offload_group_size": 2}, "--offload-group-size 2"),
         ({"runner": "pooling", "tensor_parallel_size": 2}, "--runner pooling: pooling runs on one"),
         ({"runner": "pooling", "convert": "classify"}, "--convert classify"),
-        ({"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
-          "max_num_batched_tokens": 128}, "--runner pooling: its pooling type is CLS"),
+        (
+            {
+                "runner": "pooling",
+                "pooler_config": PoolerConfig(seq_pooling_type="CLS"),
+                "max_num_batched_tokens": 128,
+            },
+            "--runner pooling: its pooling type is CLS",
+        ),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
         ({"model_impl": "transformers"}, "--model-impl transformers"),
         ({"attention_backend": "TRITON_ATTN"}, "--attention-backend"),
         ({"mamba_block_size": 24}, "--mamba-block-size 24: states have blocks of 8 tokens"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                 "prompt_lookup_max": 3}}, "--speculative-config"),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                }
+            },
+            "--speculative-config",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
     with pytest.raises(Exception, match="metal-lite does not support") as e, kit.engine(**options):
         pass
@@ -146,7 +160,7 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
 
 @pytest.mark.skipif(not version("vllm").startswith("0.33"), reason="older ones lack some options")
 def test_every_option_that_is_refused_is_one_of_vllm():
-    """compat.get reads an option that has moved as unset."""
+    """`get` reads an option that has moved as unset."""
     config = EngineArgs(str(kit.folder("llama"))).create_engine_config()
     for path, *_ in _OPTIONS:
         if path != "model_config.enable_return_routed_experts":  # of older versions
@@ -164,12 +178,20 @@ def test_data_parallel_is_refused():
     ("changes", "refused"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "a model for pooling"),
-        ({"architectures": ["LlamaForCausalLM"],
-          "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32,
-                                  "zero_point": True}},
-         "weights quantised by .*awq: use those of mlx-community"),
+        (
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "quantization_config": {
+                    "quant_method": "awq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "zero_point": True,
+                },
+            },
+            "weights quantised by .*awq: use those of mlx-community",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
     folder = tiny.write_folder(tmp_path, "llama", **changes)
     with pytest.raises(Exception, match=f"does not support {refused}"):
@@ -179,13 +201,17 @@ def test_a_folder_is_refused_without_an_option(tmp_path, changes, refused):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 2**50},
-         "--kv-cache-memory-bytes"),
+        (
+            {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 2**50},
+            "--kv-cache-memory-bytes",
+        ),
         ({"num_gpu_blocks_override": 2**28}, "--num-gpu-blocks-override"),
-        ({"num_gpu_blocks_override": None, "gpu_memory_utilization": 1e-9},
-         "does not fit: .* lower --max-num-batched-tokens"),
+        (
+            {"num_gpu_blocks_override": None, "gpu_memory_utilization": 1e-9},
+            "does not fit: .* lower --max-num-batched-tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
     with pytest.raises(Exception, match=said), kit.engine(**options):
         pass
@@ -195,7 +221,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum(options, said):
 def test_a_model_that_a_user_has_registered_stays(monkeypatch, own):
     models, name = registry.ModelRegistry.models, next(iter(registry._MULTIMODAL_MODELS))
     monkeypatch.setitem(models, name, own)
-    register_text_models()
+    register_text_parts()
     assert models[name] is own
 
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from tests.support.run_python import run_python
 from tests.support.server.command import eventually
 from tools.lib.servers import free_port
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.model.files.find import DEMO_PATH
-from vllm_metal_lite.vllm_plugin import heartbeat, hosts, join_ranks, watchdog
+from vllm_metal_lite.vllm_plugin import heartbeat, join_ranks, watchdog
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.join_ranks import RankError
-from vllm_metal_lite.vllm_plugin.rank_worker import RankWorker
+from vllm_metal_lite.vllm_plugin.platform import use_address_towards_master
+from vllm_metal_lite.vllm_plugin.rank_worker import RankWorker, check_alike
 
 
 @pytest.fixture
@@ -148,46 +148,61 @@ def parallel(**options):
     return SimpleNamespace(**defaults | options)
 
 
-def test_a_rank_that_does_not_start_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(join_ranks, "START", 0.2)
-    with pytest.raises(RankError, match=r"rank 1 of 2 has not answered \(limit: 0 s\)"):
-        join_ranks.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
-
-
-def test_a_host_that_does_not_start_is_named(monkeypatch):
-    monkeypatch.setattr(join_ranks, "START_HOSTS", 0.2)
+@pytest.fixture
+def impatient(monkeypatch):
+    """Ranks that wait for each other for less than a second."""
+    for limit in ("START", "START_HOSTS"):
+        monkeypatch.setattr(join_ranks, limit, 0.2)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    options = parallel(nnodes=2, master_port=free_port())
-    with pytest.raises(RankError, match=r"rank 1 of 2 has not answered \(limit: 0 s\)"):
-        join_ranks.join_workers(0, options, "", print)
 
 
-def test_a_follower_says_where_it_looked_for_rank_0(monkeypatch):
-    monkeypatch.setattr(join_ranks, "START_HOSTS", 0.2)
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_a_rank_that_does_not_start_is_named(impatient, tmp_path, nnodes):
+    options = parallel(nnodes=nnodes, master_port=free_port())
+    with pytest.raises(RankError, match="rank 1 has not answered within 0 s"):
+        join_ranks.join_workers(0, options, f"file://{tmp_path / 'store'}", print)
+
+
+def test_a_follower_says_where_it_looked_for_rank_0(impatient):
     port = free_port()
     found = f"rank 1 found no rank 0 within 0 s at --master-addr 127.0.0.1 --master-port {port}: "
     with pytest.raises(RankError, match=found):
         join_ranks.join_workers(1, parallel(nnodes=2, node_rank=1, master_port=port), "", print)
 
 
-def test_hosts_must_agree_on_the_number_of_ranks():
-    store = dist.HashStore()
-    join_ranks._links_of_rank_0(store, 0, 2)
-    with pytest.raises(ConfigError, match="rank 1 is one of 4 ranks, rank 0 is one of 2"):
-        join_ranks._links_of_rank_0(store, 1, 4)
+FOREIGN = [{"ips": ["203.0.113.1"]}, {"ips": ["127.0.0.1"]}]
 
 
-def test_a_host_that_cannot_start_tells_the_first(monkeypatch):
-    """Here it has other options; the first host does not wait for its ranks."""
+@pytest.mark.parametrize(
+    ("hostfile", "size", "failing", "problem"),
+    [
+        (None, 4, 2, "rank 2 is one of 4 ranks, rank 0 is one of 2"),
+        ({}, 2, 0, r"hosts\.json is not a hostfile"),
+        (FOREIGN, 2, 0, r"rank 0 on .* has no address 203\.0\.113\.1: the hosts of"),
+        (FOREIGN[::-1], 2, 1, r"rank 1 on .* has no address 203\.0\.113\.1: the hosts of"),
+    ],
+    ids=["another number of ranks", "a bad hostfile", "no address", "no address of rank 1"],
+)
+def test_a_rank_that_cannot_start_tells_the_others(
+    monkeypatch, tmp_path, hostfile, size, failing, problem
+):
+    """The others do not wait for it.  size: the number of ranks, as the second host knows it."""
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    if hostfile is not None:
+        (tmp_path / "hosts.json").write_text(json.dumps(hostfile))
+        monkeypatch.setenv("METAL_LITE_HOSTFILE", str(tmp_path / "hosts.json"))
     first = parallel(nnodes=2, master_port=free_port())
-    second = parallel(nnodes=2, node_rank=1, world_size=4, master_port=first.master_port)
+    second = parallel(nnodes=2, node_rank=1, world_size=size, master_port=first.master_port)
     with ThreadPoolExecutor() as pool:
-        joining = pool.submit(join_ranks.join_workers, 0, first, "", print)
-        with pytest.raises(ConfigError, match="rank 2 is one of 4 ranks"):
-            join_ranks.join_workers(2, second, "", print)
-        with pytest.raises(RankError, match="another rank cannot start: rank 2 is one of 4 ranks"):
-            joining.result(60)
+        joining = {
+            rank: pool.submit(join_ranks.join_workers, rank, options, "", print)
+            for rank, options in ((0, first), (size // 2, second))
+        }
+        with pytest.raises(ConfigError, match=problem):
+            joining[failing].result(60)
+        [other] = (one for rank, one in joining.items() if rank != failing)
+        with pytest.raises(RankError, match=f"another rank cannot start: .*{problem}"):
+            other.result(60)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +215,7 @@ def test_a_host_that_cannot_start_tells_the_first(monkeypatch):
 def test_a_wrong_master_is_refused(monkeypatch, node_rank, master, problem):
     monkeypatch.delenv("VLLM_HOST_IP", raising=False)
     with pytest.raises(ConfigError, match=problem):
-        hosts.use_address_towards_master(
-            parallel(nnodes=2, node_rank=node_rank, master_addr=master)
-        )
+        use_address_towards_master(parallel(nnodes=2, node_rank=node_rank, master_addr=master))
 
 
 def test_a_foreign_host_ip_is_refused(monkeypatch):
@@ -210,14 +223,14 @@ def test_a_foreign_host_ip_is_refused(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"VLLM_HOST_IP 203\.0\.113\.1 is not an IPv4 address of this host"
     ):
-        hosts.use_address_towards_master(parallel(nnodes=2))
+        use_address_towards_master(parallel(nnodes=2))
 
 
 def test_a_host_uses_the_interface_towards_the_master(monkeypatch):
     for name in ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
-    hosts.use_address_towards_master(parallel(nnodes=2, node_rank=1))
+    use_address_towards_master(parallel(nnodes=2, node_rank=1))
     assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
 
@@ -236,30 +249,6 @@ def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
         RankWorker._take_device(worker)
 
 
-def test_a_bad_hostfile_of_rank_0_is_told_to_the_others(monkeypatch, tmp_path):
-    (tmp_path / "hosts.json").write_text("{}")
-    monkeypatch.setenv("METAL_LITE_HOSTFILE", str(tmp_path / "hosts.json"))
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    monkeypatch.setattr(join_ranks, "_store_of_host", lambda *_: store)
-    for rank, error in ((0, ConfigError), (1, RankError)):
-        with pytest.raises(error, match=r"hosts\.json"):
-            join_ranks.join_workers(rank, parallel(world_size=2), "", lambda why: None)
-
-
-def test_a_failure_of_rank_0_is_told_to_ranks_that_know_the_links(monkeypatch, tmp_path):
-    hosts = [{"ips": ["203.0.113.1"]}, {"ips": ["127.0.0.1"]}]
-    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
-    monkeypatch.setenv("METAL_LITE_HOSTFILE", str(tmp_path / "hosts.json"))
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=1))
-    monkeypatch.setattr(join_ranks, "_store_of_host", lambda *_: store)
-    with pytest.raises(ConfigError, match=r"has no address 203\.0\.113\.1"):
-        join_ranks.join_workers(0, parallel(), "", print)
-    with pytest.raises(RankError, match=r"another rank cannot start: rank 0 on .* has no address"):
-        join_ranks._exchange(store, 1, 2, ["rank 1 of 2", []])
-
-
 def test_a_rank_that_cannot_be_connected_is_named(monkeypatch):
     """MLX waits forever, with the interpreter's lock."""
     script = """
@@ -273,11 +262,6 @@ with killed_after(1, "rank 1 of 2 cannot connect"):
     assert found.stderr == "The engine ends: rank 1 of 2 cannot connect\n"
 
 
-def test_an_address_of_another_host_in_the_hostfile():
-    with pytest.raises(ConfigError, match=r"rank 1 on .* has no address 203.0.113.1: the hosts"):
-        join_ranks._reserve(1, ["127.0.0.1", "203.0.113.1"])
-
-
 class Unlike(RankGroup):
     """A group whose rank 1 has something else."""
 
@@ -289,23 +273,20 @@ class Unlike(RankGroup):
         return [value, value | self.other]
 
 
-@pytest.mark.parametrize("other", [{"mlx": "0.1"}, {"config.json": "x"}, {"weights": []}])
-def test_unlike_ranks_are_refused_by_what_differs(monkeypatch, other):
-    (name,) = other
-    with pytest.raises(ConfigError, match=f"rank 1 has {name} .*, rank 0 has .*: all ranks"):
-        join_ranks.check_alike(Unlike(**other), DEMO_PATH, {})
-    join_ranks.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})
-    monkeypatch.setenv("METAL_LITE_KV_BITS", "")  # as if it were not set
-    join_ranks.check_alike(Unlike(METAL_LITE_KV_BITS=None), DEMO_PATH, {})
-
-
 @pytest.mark.parametrize(
-    "option", ["--kv-cache-memory-bytes", "--block-size", "--enable-prefix-caching"]
+    "fact",
+    ["mlx", "config.json", "weights", "--kv-cache-memory-bytes", "--enable-prefix-caching"],
 )
-def test_ranks_with_other_options_are_refused(option):
+def test_unlike_ranks_are_refused_by_what_differs(fact):
     worker = object.__new__(RankWorker)
     worker.model_config = Mock(model="demo")
     worker.scheduler_config = worker.cache_config = worker.parallel_config = Mock()
-    worker.ranks = Unlike(**{option: "another"})
-    with pytest.raises(ConfigError, match=f"rank 1 has {option} 'another', rank 0 has"):
+    worker.ranks = Unlike(**{fact: "another"})
+    with pytest.raises(ConfigError, match=f"rank 1 has {fact} 'another', rank 0 has .*: all ranks"):
         worker.load_model()
+
+
+def test_ranks_are_alike_if_an_empty_variable_is_none(monkeypatch):
+    check_alike(Unlike(), {"--dtype": "auto"})
+    monkeypatch.setenv("METAL_LITE_KV_BITS", "")  # as if it were not set
+    check_alike(Unlike(METAL_LITE_KV_BITS=None), {"METAL_LITE_KV_BITS": envs.kv_bits()})

@@ -30,18 +30,14 @@ def test_answers_are_those_of_the_model_alone(monkeypatch, kernel, how, async_sc
     if kernel == "kv_write":  # fused launches do without
         monkeypatch.setattr("vllm_metal_lite.fusion.decide.decide", lambda *_: NO_FUSION)
     fault = FailingKernels(monkeypatch, kernel, how=how)
-    launches = []
-    sample = MetalLiteWorker.sample_tokens
-
-    def counting(self, grammar):
-        launches.append(1)
-        fault.armed = len(launches) > 4
-        return sample(self, grammar)
-
     with kit.engine(async_scheduling=async_scheduling, **CHUNKS) as llm:
         assert kit.worker(llm).runner.attention.name == "kernels"
-        monkeypatch.setattr(MetalLiteWorker, "sample_tokens", counting)
-        answers = kit.tokens(kit.generate(llm, PROMPTS, max_tokens=12))
+        for i, prompt in enumerate(PROMPTS):
+            kit.add(llm, str(i), prompt, max_tokens=12)
+        done = kit.run(llm, steps=4)
+        fault.armed = True
+        done |= kit.run(llm)
+        answers = kit.tokens([done[str(i)] for i in range(len(PROMPTS))])
         assert len(kit.worker(llm).runner.path.failed_kernels) == 1
     assert fault.failed
     assert answers == [kit.alone("llama", p, 12) for p in PROMPTS]

@@ -26,9 +26,12 @@ def test_embeddings_equal_those_of_the_model_alone(pooling, is_async):
     prompts = [*PROMPTS, longest, [*longest[:40], 1, 2], longest]
     options = {"max_num_batched_tokens": 24} if pooling == "LAST" else {}
     with kit.engine(
-        runner="pooling", pooler_config=config, max_model_len=64, async_scheduling=is_async,
+        runner="pooling",
+        pooler_config=config,
+        max_model_len=64,
+        async_scheduling=is_async,
         **options,
-    ) as llm:  # fmt: skip
+    ) as llm:
         wanted = [alone(kit.native("llama"), prompt, pooling.lower()) for prompt in prompts]
         for _ in range(2):
             compare(embed(llm, prompts), wanted)

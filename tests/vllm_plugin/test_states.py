@@ -15,7 +15,7 @@ from tests.vllm_plugin.test_greedy import (
     check,
 )
 from vllm_metal_lite.batch.forward_batch import SegmentState
-from vllm_metal_lite.vllm_plugin import state_slot_manager, worker
+from vllm_metal_lite.vllm_plugin import kv_layers, state_slot_manager, worker
 from vllm_metal_lite.vllm_plugin.translate import segment_slots
 
 NAME = "qwen3_next"
@@ -122,7 +122,7 @@ def test_kernels_write_checkpoints_in_place(kernels):
 
 
 def test_a_vllm_with_one_pool_serves_without_the_cache(monkeypatch):
-    monkeypatch.setattr(worker, "has_own_pool", lambda: False)
+    monkeypatch.setattr(kv_layers, "has_own_pool", lambda: False)
     with kit.engine(NAME, **TINY_POOL, **CHUNKS) as llm:
         check(llm, NAME, SHARED[:4], min_preemptions=1)
         assert kit.prefix_hits(kit.generate(llm, SHARED[:4], max_tokens=4)) == 0

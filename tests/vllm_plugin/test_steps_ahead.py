@@ -73,7 +73,7 @@ def test_every_step_of_a_load_but_the_first_is_ahead():
         kit.generate(llm, PROMPTS[:4], max_tokens=12)
         assert num_ahead(llm) == len(launched) - 1
         assert len(pipeline.steps) == 1  # and the last one's tokens were read by vLLM
-        assert pipeline.steps[0].done
+        assert pipeline.steps[0].result.done
 
 
 def test_prompts_are_scored_again_when_what_is_under_way_is_thrown_away():

@@ -99,10 +99,14 @@ def serving(folder, model, options):
 
 
 SERVED = {
-    "tensor_parallel_size": 2, "max_model_len": 20_000, "block_size": 8, "max_num_seqs": 4,
-    "num_gpu_blocks_override": 2_600, "max_num_batched_tokens": 64,
+    "tensor_parallel_size": 2,
+    "max_model_len": 20_000,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 2_600,
+    "max_num_batched_tokens": 64,
     "worker_extension_cls": "tests.vllm_plugin.failing_rank.FailingRank",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         ours.begin(requests)
         ours.add(0, requests.prompts, requests.max_tokens)
         engine = ours.engine
-        engine.pipeline.runner = NoModel(said)
+        engine.in_flight.pipeline.runner = NoModel(said)
         times = []
         for _ in range(args.steps + _WARM_UPS):
             start = time.thread_time()

@@ -46,7 +46,7 @@ from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
-# Tokens of sessions: of the first prompt, of all, generated.
+# Tokens of a session: its first prompt, the part of it that all sessions share, each answer.
 START, SHARED, OUT = 25_000, 20_000, 150
 
 
@@ -112,7 +112,10 @@ class Prompts:
 
 
 def measure(run: LoadRun, turns: int, server_cpu: float) -> Metrics:
-    """The metrics of a run.  turns: of a session.  server_cpu: seconds; 0: unknown."""
+    """The metrics of a run.
+
+    turns: the turns of a session.  server_cpu: CPU seconds of the server; 0 if unknown.
+    """
     ended = [r for r in run.requests if r.usage is not None and r.chunks]
     if not ended:
         raise MetalLiteError(f"no request ended within {run.seconds:.0f} s")

@@ -100,7 +100,7 @@ class Unforced(FittedEngine):
 
     def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
         super().add(first, prompts, max_tokens)
-        for entry in self.engine.constraints._of.values():
+        for entry in self.engine.in_flight.constraints._of.values():
             entry.packs = False
 
 

@@ -20,19 +20,18 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import TimedStore
 from vllm_metal_lite.devices import PROFILES, profile
 from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.arguments import RMSNorm, Scores
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, expert_mlp
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
-from vllm_metal_lite.kernels.weights import quantised
+from vllm_metal_lite.kernels.weight_formats import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
 
 SHAPE = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 CHAIN = 100  # calls
-_BLOCK, _OWN = 16, 128  # of a store; keys of a row after a shared prefix
+_BLOCK, _OWN = 16, 128  # tokens of a block; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use

@@ -1,4 +1,4 @@
-"""Write the kernels of kernels/registry.py as a table into docs/kernels.md.
+"""Write the kernels of kernels/registry.py, and their number, into docs/kernels.md.
 
 python -m tools.dev.kernels_table
 """
@@ -12,6 +12,7 @@ from vllm_metal_lite.kernels.source import FOLDER
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 HEAD = "| kernel | what it does | fallback | not used without |\n| --- | --- | --- | --- |\n"
+COUNT = re.compile(r"The project has \d+ kernels")
 
 
 def role(name: str) -> str:
@@ -29,11 +30,17 @@ def table() -> str:
     return text
 
 
+def updated(page: str) -> str:
+    """The page with the present table and number."""
+    before, _, rest = page.partition(HEAD)
+    after = rest.partition("\n\n")[2]
+    number = sum(not row.base for row in REGISTRY.values())
+    return COUNT.sub(f"The project has {number} kernels", f"{before}{table()}\n{after}")
+
+
 def main() -> int:
     parser_of(__doc__).parse_args()
-    before, _, rest = PATH.read_text(encoding="utf-8").partition(HEAD)
-    after = rest.partition("\n\n")[2]
-    PATH.write_text(f"{before}{table()}\n{after}", encoding="utf-8")
+    PATH.write_text(updated(PATH.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -19,8 +19,10 @@ Clients = Sequence[Sequence[dict[str, Any]]]  # bodies, by client
 
 @dataclass
 class Request:
-    """turn: its number within its client.  sent, chunks: when it was sent, and each chunk came.
-    usage: as the server counts; None: the answer has not ended.
+    """A request and the times of its answer.
+
+    turn: its number among the requests of its client.  sent: when it was sent.
+    chunks: when each chunk came.  usage: the server's counts; None until the answer has ended.
     """
 
     turn: int
@@ -40,7 +42,7 @@ class Request:
 
 @dataclass
 class LoadRun:
-    """The requests of clients, while they run.  seconds: of the whole load, once it is over."""
+    """The requests of clients, while they run.  seconds: how long the whole load took."""
 
     requests: list[Request] = field(default_factory=list)
     seconds: float = 0.0

@@ -11,7 +11,7 @@ from vllm_metal_lite import MetalLiteError
 from vllm_metal_lite.errors import shorten, show
 
 T = TypeVar("T", int, float)
-_MOST = 1_000_000  # of anything that a tool counts
+_MOST = 1_000_000  # the largest number that a tool takes
 _STARTED = time.monotonic()
 
 

@@ -22,8 +22,9 @@ import pytest
 
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
 from metal.host import installed
-from tests.support.kernels.broken_machine import cases, command, consequence, impatient, use_of
+from tests.support.kernels.broken_machine import cases, command, consequence, impatient
 from tests.support.kernels.device import pretend_gpu
+from tests.support.kernels.table import TABLE
 from tests.support.models import tiny_models as tiny
 from tools.lib.frame import above_zero, parser_of, print_table, run_main
 from vllm_metal_lite import backend
@@ -58,7 +59,7 @@ def checked(kernel: str, kind: str, device: str) -> Verdict:
     isolated.command = lambda: command(kernel, kind, device)
     Findings().file.unlink(missing_ok=True)
     with impatient(kernel, kind, HANGS):
-        return verdicts.verify(use_of(kernel))
+        return verdicts.verify(TABLE[kernel].use)
 
 
 def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:

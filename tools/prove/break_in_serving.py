@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from unittest.mock import patch
 
@@ -24,6 +23,8 @@ import pytest
 from metal.host import installed
 from tests.support.kernels.broken_machine import all_kernels, edit
 from tests.support.kernels.device import change_device, pretend_gpu
+from tests.support.kernels.row import ServingCase
+from tests.support.kernels.table import TABLE
 from tests.support.models import tiny_models
 from tests.support.models.rounding import of_16_bits
 from tools.lib.frame import parser_of, print_table, run_main
@@ -47,39 +48,6 @@ SHORT = {"min_split_context": 64, "min_split_keys": 32, "min_saved_tokens": 8}
 SHORT |= {"rows_as_decodes": 0, "min_keys": 64, "small_scores": 0}
 
 
-@dataclass(frozen=True)
-class Case:
-    """The engine that launches a kernel, and how the kernel is broken.
-
-    tiny: the architecture whose tiny model launches the kernel; None: any model.
-    wrong: a condition on the kernel's template values under which the text does not compile.
-    """
-
-    prefill: str = "varlen"
-    fused: bool = True
-    kv_bits: int | None = None
-    dtype: str = "float32"
-    tiny: str | None = None
-    wrong: str = "true"
-
-
-_PLAIN = Case("gather", fused=False)
-_QUANTISED = Case("gather", fused=False, kv_bits=8)
-_EXPERTS = Case(dtype="float16", tiny="qwen3_moe")
-_LATENTS, _RECURRENT = Case(tiny="deepseek_v3"), Case(tiny="qwen3_next")
-CASES = {
-    **dict.fromkeys(("kv_write", "kv_gather", "gather_rows", "merge_partitions"), _PLAIN),
-    "paged_decode": replace(_PLAIN, wrong="!FUSED"),
-    **dict.fromkeys(("kv_write_quantised", "kv_gather_quantised"), _QUANTISED),
-    **dict.fromkeys(("varlen_prefill", "shared_prefix", "rope_write", "add_rms_norm"), Case()),
-    "fused_decode": Case(wrong="FUSED"),
-    "skinny_gemm": Case(dtype="bfloat16"),
-    **dict.fromkeys(("expert_topk", "expert_plan", "expert_gemm", "expert_sum"), _EXPERTS),
-    **dict.fromkeys(("latent_attention", "latent_write"), _LATENTS),
-    **dict.fromkeys(("causal_conv", "gated_delta", "gated_rms_norm"), _RECURRENT),
-}
-
-
 @contextmanager
 def broken(name: str, wrong: str) -> Iterator[None]:
     """From now on, the kernel's text does not compile where `wrong` holds."""
@@ -92,7 +60,7 @@ def broken(name: str, wrong: str) -> Iterator[None]:
         yield
 
 
-def make_engine(model: str, case: Case, attention: str, products: bool = True) -> LLMEngine:
+def make_engine(model: str, case: ServingCase, attention: str, products: bool = True) -> LLMEngine:
     """products: kernels compute the products and the experts."""
     sizes = {"num_blocks": 256, "max_num_seqs": 16, "max_model_len": 512}
     how = {"attention": attention, "kv_bits": case.kv_bits, "dtype": case.dtype}
@@ -132,7 +100,7 @@ class Serving:
         return self.tokens
 
 
-def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
+def expected_tokens(model: str, case: ServingCase) -> list[dict[str, list[int]]]:
     """Tokens of the reference.  In 16 bits, where rounding differs: tokens of the same engine with
     the kernel and without it."""
     if case.dtype == "float32":
@@ -142,7 +110,7 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
 
 def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple[str, ...]:
     """Serve with one kernel broken after the first wave; the last cell names the fault."""
-    case, start = CASES[name], time.perf_counter()
+    case, start = TABLE[name].serving, time.perf_counter()
     logger, warnings = logging.getLogger("vllm_metal_lite"), BufferingHandler(1000)
     warnings.setLevel(logging.WARNING)
     problem = ""
@@ -175,7 +143,7 @@ def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple
 def rows(kernels: Sequence[str], model: str) -> Iterator[tuple[str, ...]]:
     known: dict[tuple[object, ...], list[dict[str, list[int]]]] = {}
     for name in kernels:
-        case = CASES[name]
+        case = TABLE[name].serving
         kind = case.kv_bits, case.dtype, case.tiny
         if kind not in known:
             known[kind] = expected_tokens(model, case)
@@ -185,7 +153,7 @@ def rows(kernels: Sequence[str], model: str) -> Iterator[tuple[str, ...]]:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
-    parser.add_argument("--kernels", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--kernels", nargs="+", choices=TABLE, default=list(TABLE))
     args = parser.parse_args()
     logging.getLogger("vllm_metal_lite").propagate = False
     on_host = backend.is_cpu()

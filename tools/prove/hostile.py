@@ -38,8 +38,8 @@ from vllm_metal_lite.errors import one_line
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
-# Allowed: seconds of the gap above the plain one and of /health (a probe waits for a second, and
-# parsing 30 MB of JSON holds the interpreter's lock for 0.1 s), MB above the first round.
+# What is allowed: seconds of the gap above the plain one; seconds of /health (parsing 30 MB of JSON
+# holds the interpreter's lock for 0.1 s); MB of memory above the first round.
 GAP, HEALTH, MEMORY = 0.5, 0.25, 50
 # Seconds: until a client leaves, until no request may be left, and `--drain`.
 LEAVES, LEFT, DRAIN = 2.0, 2.0, 5
@@ -53,7 +53,7 @@ TOOL = {
 
 @dataclass
 class Case:
-    """leaves: the client closes the connection after a moment.  tokens: of the prompt."""
+    """A request.  leaves: whether its client leaves early.  tokens: tokens of its prompt."""
 
     name: str
     path: str
@@ -205,7 +205,7 @@ class Others:
 
 
 class Proof:
-    """Sends cases beside the others."""
+    """Sends cases while the others run."""
 
     def __init__(self, url: str, http: httpx.Client, pid: int) -> None:
         self.http, self.others = http, Others(url)
@@ -243,7 +243,7 @@ class Proof:
             time.sleep(0.1)
 
     def _beside_plain(self, tokens: int) -> float:
-        """The longest gap beside a plain prompt of as many tokens."""
+        """The longest gap while a plain prompt of as many tokens runs."""
         if tokens not in self.plain:
             body = {"prompt": [5 + tokens % 7] * tokens, "max_tokens": 5}
             self.plain[tokens] = self._gap(Case("", COMPLETIONS, body))[1]

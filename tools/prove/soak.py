@@ -117,7 +117,7 @@ def question_body(question: Question) -> dict[str, Any]:
 class Soak:
     def __init__(self, url: str, pids: tuple[int, int], crowd: Patient) -> None:
         self.url, self.pids, self.crowd = url, pids, crowd
-        self.mib: list[tuple[float, float]] = []  # of the server and the engine
+        self.mib: list[tuple[float, float]] = []  # memory of the server and of the engine
 
     async def run(self, seconds: float, num_clients: int) -> None:
         end = time.monotonic() + seconds

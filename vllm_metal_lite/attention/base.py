@@ -1,7 +1,7 @@
 """The interface of every attention path: a prepared step, and its pass over a model.
 
 An `Attention` belongs to one store and lives as long as the engine.  `prepare` turns a ForwardBatch
-into a frozen `Step`.  `begin` binds the step to the previous step's state and returns a
+into a frozen `DeviceBatch`.  `begin` binds the step to the previous step's state and returns a
 `StepAttention`, which the model's layers call in order.
 """
 
@@ -9,16 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
-
-
-class StepPlan(Protocol):
-    """repeats: steps of the same shapes are likely to follow, so that compiling this one pays."""
-
-    @property
-    def repeats(self) -> bool: ...
 
 
 class StepPictures(NamedTuple):
@@ -30,16 +23,19 @@ class StepPictures(NamedTuple):
     axes: mx.array | None
 
 
-class Step(NamedTuple):
-    """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
+class DeviceBatch(NamedTuple):
+    """A ForwardBatch on the device: its rows, padded to num_rows, and how they attend.
 
-    token_ids, positions: (num_rows,) int32; positions rotate the rows.  slot_mapping: (num_rows or more,) int32 per KV group.
+    batch: the ForwardBatch on the host.
+    token_ids, positions: (num_rows,) int32; the positions rotate the rows.  slot_mapping: (num_rows
+    or more,) int32 per KV group.
     A padded row has position 0, slot -1, and any token.  Kernels skip slot -1; MLX writes to the
     last slot of the store, which is in no block.
     num_live: (1,) int32, the number of rows before the padding.
-    logits_indices: (R,) int32, the batch's indices, then padding; None: all rows get logits.
-    plan: a StepPlan, of the attention path's own type.
-    pools: the forward also gives hidden states.
+    logits_indices: (R,) int32, the batch's indices, followed by padding; None: all rows get logits.
+    plan: how the rows attend, in the attention path's own type.  Its `repeats` says whether steps
+    of the same shapes are likely to follow, so that compiling this one pays.
+    pools: whether the forward also returns hidden states.
     pictures: None for a step without rows of pictures.
     """
 
@@ -56,11 +52,11 @@ class Step(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A layer's attention call, apart from its queries (num_rows, H, D).
+    """What a layer asks of attention, without its queries (num_rows, H, D).
 
     q_pe: (num_rows, H, v_head_dim), for latent attention: a score is (q . k + q_pe . v) * scale,
-    and the values are k.  attention_chunk: positions per chunk; a query sees only the keys of its
-    own chunk.
+    and the values are k.  attention_chunk: the length of a chunk of positions; a query sees only
+    the keys of its own chunk.
     """
 
     layer: int
@@ -72,7 +68,7 @@ class AttentionCall(NamedTuple):
 class StepAttention(Protocol):
     """One step's pass over the layers of a model.  A layer calls `write` before `attend`."""
 
-    step: Step
+    step: DeviceBatch
     store: PagedStore
 
     @property
@@ -93,7 +89,7 @@ class StepAttention(Protocol):
 class Attention(Protocol):
     """Attention of packed queries over the paged store.
 
-    overlaps: a step may be submitted while the previous one runs.
+    overlaps: whether a step may be submitted while the previous one runs.
     """
 
     name: str
@@ -103,8 +99,8 @@ class Attention(Protocol):
     def new_state(self) -> list[mx.array]:
         """The state before the first step, evaluated."""
 
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         """Plan a step, pad its rows to num_rows, and copy its arrays to the device."""
 
-    def begin(self, step: Step, state: list[mx.array]) -> StepAttention:
+    def begin(self, step: DeviceBatch, state: list[mx.array]) -> StepAttention:
         """Bind a step to the previous step's state."""

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
     """num_heads x head_dim columns of each row.
 
-    norm, rope: applied later, in this order; None: not at all.
-    stride: columns from one head to the next, if these are parts of heads; None: head_dim.
+    norm, rope: still to be applied, in this order; None if there is none.
+    stride: the columns from one head to the next, if these columns are parts of heads; None means
+    head_dim.
     """
 
     columns: Columns

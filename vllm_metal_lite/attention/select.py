@@ -87,7 +87,8 @@ def _warn(failures: Mapping[str, str], known: Collection[str], fatal: str | None
 
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[Prefill, str | None]:
-    """The path of prompts; and the failed kernel, if any, that only the reference can replace."""
+    """Returns (the path of prompts, the failed kernel that only the reference can replace, or
+    None)."""
     unused = [row for row in REGISTRY.values() if row.name in unused_kernels(verdict.failures)]
     irreplaceable = [row.name for row in unused if row.essential]
     choices: set[Prefill] = {"varlen", "gather"}

@@ -5,10 +5,11 @@ Arrays are padded to sizes that repeat, so that compiled steps repeat.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, StepPictures, StepPlan
+from vllm_metal_lite.attention.base import DeviceBatch, StepPictures
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import NO_FEATURE, PAD_SLOT, ForwardBatch, PictureRows
 
@@ -30,7 +31,7 @@ def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
 
 
 def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
-    """The same rows, with segments cut at positions that are multiples of `attention_chunk`."""
+    """Cut segments at positions that are multiples of `attention_chunk`; the rows stay the same."""
     starts = np.zeros(batch.num_tokens, bool)
     starts[batch.cu_seqlens_q[:-1]] = True
     starts |= batch.positions % attention_chunk == 0
@@ -52,7 +53,7 @@ def has_spans(batch: ForwardBatch) -> bool:
 
 
 def as_decodes(batch: ForwardBatch) -> ForwardBatch:
-    """Every row as its own segment, which sees the keys up to itself.
+    """Make every row its own segment, which sees the keys up to itself.
 
     Rows of one original segment read keys that this same step writes.
     """
@@ -69,20 +70,21 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
 
 
 def upload_padded(rows: np.ndarray, num_rows: int, value: int = 0) -> mx.array:
-    """`pad_rows` on the device."""
+    """Pad rows as `pad_rows` does, and copy them to the device."""
     return mx.array(pad_rows(rows, num_rows, value))
 
 
 def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
-    """Block tables cut or padded with zeros to (num_rows, width), on the device."""
+    """Cut block tables, or pad them with zeros, to (num_rows, width), and copy them to the
+    device."""
     out = np.zeros((num_rows, width), tables.dtype)
     out[: len(tables), : tables.shape[1]] = tables[:, :width]
     return mx.array(out)
 
 
 def make_step(
-    batch: ForwardBatch, num_rows: int, plan: StepPlan, *, num_slots: int = 0, num_logits: int = 1
-) -> Step:
+    batch: ForwardBatch, num_rows: int, plan: Any, *, num_slots: int = 0, num_logits: int = 1
+) -> DeviceBatch:
     """Pad a batch's arrays and copy them to the device, beside the plan.
 
     num_slots: the fewest entries of slot_mapping.
@@ -99,7 +101,7 @@ def make_step(
         # computes that row's logits, because nothing reads them.
         wanted = batch.logits_indices
         logits_indices = upload_padded(wanted, max(len(wanted), num_logits))
-    return Step(
+    return DeviceBatch(
         batch=batch,
         num_rows=num_rows,
         token_ids=upload_padded(batch.token_ids, num_rows),

@@ -24,8 +24,9 @@ EMPTY_SLOT = -1
 class SegmentState:
     """The slots of a segment's recurrent state.
 
-    initial: read at its start, or EMPTY_SLOT.  final: written at its end.  checkpoints: (position,
-    slot) pairs; `slot` takes the state after the request's first `position` tokens.
+    initial: the slot that is read at the start, or EMPTY_SLOT.  final: the slot that is written at
+    the end.  checkpoints: (position, slot) pairs; `slot` takes the state after the request's first
+    `position` tokens.
     """
 
     initial: int
@@ -39,7 +40,7 @@ class PooledRows:
 
     segments: (Q,) int32, the segment of each range.
     ranges: (Q, 2) int32, first packed row and end; the hidden states of these rows are summed.
-    samples_nothing: no row of the step needs a token.
+    samples_nothing: whether no row of the step needs a token.
     """
 
     segments: np.ndarray

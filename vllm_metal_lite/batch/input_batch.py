@@ -17,7 +17,7 @@ _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
 
 
 class InputBatch:
-    """Host table of running requests: tokens, lengths and block tables, one seat per request.
+    """The host's table of running requests: tokens, lengths and block tables, one seat per request.
 
     `add` takes a seat, `remove` releases it, and `pack` gathers a step by index.  Arrays are int32;
     `token_ids` is (max_num_seqs, max_model_len), `block_tables` (num_kv_groups, max_num_seqs,
@@ -168,7 +168,8 @@ class InputBatch:
 def _rows(
     num_computed: np.ndarray, num_scheduled: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(cu_seqlens, the segment of each packed row, the position of each packed row), int32."""
+    """Returns (cu_seqlens, the segment of each packed row, the position of each packed row),
+    int32."""
     cu = np.zeros(len(num_scheduled) + 1, np.int32)
     np.cumsum(num_scheduled, out=cu[1:])
     segment = np.repeat(np.arange(len(num_scheduled), dtype=np.int32), num_scheduled)
@@ -192,7 +193,7 @@ def _sampled_rows(
 def _slots(
     states: Sequence[SegmentState], cu_seqlens: np.ndarray, num_computed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """initial_slots, final_slots and checkpoints of a ForwardBatch."""
+    """Returns (initial_slots, final_slots, checkpoints) of a ForwardBatch."""
     initial = np.array([state.initial for state in states], np.int32)
     final = np.array([state.final for state in states], np.int32)
     checkpoints = [

@@ -5,40 +5,53 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, ToolCall, ToolCallEnd
-from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.reader import (
+    CutShort,
+    Malformed,
+    Reader,
+    Reading,
+    loads,
+    loads_or,
+)
 from vllm_metal_lite.chat_formats.tool import Tool
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class CallWriter:
-    """The calls of an answer.  is_open: a call has begun and not ended.  is_held: see AnswerRules.
+    """The calls of an answer.
+
+    is_open: a call has begun and not ended.  is_held: see ChatParser.
 
     A reader writes the arguments as the text of one JSON object (`arguments`), or one by one (`key`
     and `value`); `names` then has the names so far.
     """
 
     def __init__(
-        self, reader: Reader, tools: Sequence[Tool], emit: Callable[[Event], None]
+        self,
+        reader: Reader,
+        tools: Sequence[Tool],
+        emit: Callable[[Event], None],
+        is_held: bool = False,
     ) -> None:
         self._reader, self._emit = reader, emit
         self._tools = {tool.name: tool for tool in tools}
-        self.is_open = self.is_held = False
+        self.is_open, self.is_held = False, is_held
         self.names: list[str] = []
-        self._parts: list[str] = []  # of the arguments
+        self._parts: list[str] = []  # pieces of the arguments
 
     def knows(self, name: Any) -> bool:
         """Whether the request has a tool of this name."""
         return isinstance(name, str) and name in self._tools
 
     def name(self, *ends: str) -> Reading[tuple[str, str]]:
-        """`Reader.name` of a tool of the request."""
+        """Read the name of a tool of the request, as `Reader.name` does."""
         return self._reader.name(
             *ends, begins=lambda text: any(name.startswith(text) for name in self._tools)
         )
 
     def begin(self, name: Any) -> Tool:
-        """A call's name is read.  Raises Malformed for a tool that the request does not have."""
+        """Begin a call of a tool.  Raises Malformed if the request does not have the tool."""
         if not self.knows(name):
             raise Malformed
         self._send(ToolCall(name))
@@ -46,43 +59,39 @@ class CallWriter:
         return self._tools[name]
 
     def arguments(self, text: str) -> None:
-        """The next piece of the JSON of the arguments."""
+        """Write the next piece of the arguments' JSON."""
         self._reader.recorded = ""
         if text:
             self._parts.append(text)
             self._send(Arguments(text))
 
     def key(self, name: str) -> None:
-        """The name of the next argument; its value follows.  Raises Malformed for a second one."""
+        """Write the name of the next argument.  Raises Malformed if the call has it already."""
         if name in self.names:
             raise Malformed
         self.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
         self.names.append(name)
 
     def value(self, value: Any) -> None:
-        """A whole value."""
+        """Write a whole value."""
         self.arguments(_encode(value))
 
     def quote(self) -> None:
-        """A string begins or ends."""
+        """Write the quote that begins or ends a string."""
         self.arguments('"')
 
     def string_piece(self, text: str) -> None:
         self.arguments(_encode(text)[1:-1])
 
     def end(self) -> None:
-        """The call's arguments are complete."""
+        """End the call, whose arguments are complete."""
         if self.names or not self._parts:
             self.arguments("}" if self.names else "{}")
-        try:
-            is_whole = isinstance(loads("".join(self._parts)), dict)
-        except Malformed:
-            is_whole = False
-        self._send(ToolCallEnd(is_whole))
+        self._send(ToolCallEnd(isinstance(loads_or(None, "".join(self._parts)), dict)))
         self.is_open = False
 
     def cut(self) -> None:
-        """The text ended, or went wrong, within the call."""
+        """End the call, within which the text ended or went wrong."""
         if not self._parts:
             self.arguments("{")  # clients read an empty text as an empty object
         self._send(ToolCallEnd(False))
@@ -100,15 +109,18 @@ class CallWriter:
         """
         try:
             yield from reading
-        except (Malformed, RecursionError) as e:  # values may be nested too deeply
-            if isinstance(e, CutShort) or not self.is_open:
+            return
+        except CutShort:
+            raise
+        except (Malformed, RecursionError):  # values may be nested too deeply
+            if not self.is_open:
                 raise
-            taken = self._reader.recorded or ""
-            self.arguments(taken.lstrip())
-            space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
-            if ends and not any(end in space for end in ends):
-                yield from self._reader.pass_until(ends, self.arguments)
-            self.cut()
+        taken = self._reader.recorded or ""
+        self.arguments(taken.lstrip())
+        space = taken[len(taken.rstrip()) :]  # may contain the end, if that is a line break
+        if ends and not any(end in space for end in ends):
+            yield from self._reader.pass_until(ends, self.arguments)
+        self.cut()
 
     def section(
         self, read: Callable[[], Reading[None]], start: str, call_end: str, end: str
@@ -127,7 +139,7 @@ class CallWriter:
 
 
 def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Reading[None]:
-    """Calls as a JSON list of objects, each as `json_call` reads it."""
+    """Read calls from a JSON list of objects, each as `json_call` does."""
     yield from reader.expect("[")
     while (yield from json_call(reader, calls, name_key, end="]", between=",")):
         pass
@@ -137,7 +149,7 @@ def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Read
 def json_call(
     reader: Reader, calls: CallWriter, name_key: str = "name", end: str = "", between: str = ""
 ) -> Reading[bool]:
-    """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
+    """Read a call from a JSON object with a name and arguments in any order, among other keys.
 
     Reads `between` and returns True if another call follows.  end: the text after the object.  The
     object's last bracket may be missing or doubled.  Raises Malformed, CutShort.

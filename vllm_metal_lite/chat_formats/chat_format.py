@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
 from vllm_metal_lite.chat_formats.calls import CallWriter
+from vllm_metal_lite.chat_formats.events import Trimmed
 from vllm_metal_lite.chat_formats.grammars import CallGrammar
 from vllm_metal_lite.chat_formats.history import Adapt
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
+
+# Reads the whole answer: passes texts to the two writers, of text and of thoughts.
+ReadAnswer = Callable[[Reader, CallWriter, Trimmed, Trimmed], Reading[None]]
 
 
 @dataclass(frozen=True)
@@ -24,38 +27,23 @@ THINK = Thoughts("<think>", "</think>")
 
 
 @dataclass(frozen=True)
-class AnswerRules:
-    """The places of thoughts and calls in an answer.
-
-    in_reasoning: the prompt ends within thoughts.  may_think: thoughts may begin before any text,
-    after other thoughts and after calls; they never begin after text.
-    is_held: a grammar holds the calls of the answer after its thoughts.  Then the reader takes as a
-    call only text that the grammar takes as one: no call in thoughts, no mistake is corrected.
-    calls_first: the answer is calls, or a text that has none.
-    """
-
-    in_reasoning: bool = False
-    may_think: bool = True
-    is_held: bool = False
-    calls_first: bool = False
-
-
-@dataclass(frozen=True)
 class ChatFormat:
     """How a family of models writes.
 
+    signs: texts by which `detect` knows the format: all are in the model's chat template.
     call_starts: markers that begin calls.  call_ends: markers after which reading resumes if a call
     is malformed.
     read_calls: reads calls after a marker, which is `reader.recorded`; raises Malformed, CutShort.
     grammar: makes the grammar of an answer after its thoughts: the calls that a ToolChoice demands,
     or in mode "auto" any calls and a text, which may be held to a term (the last argument).
-    thoughts: None: the format has none.
+    thoughts: None if the format has none.
     bare_start: an answer that begins with this character may be a call without a marker.
     adapt: changes earlier messages to the form that the model's templates take.
-    read_answer: reads the whole answer, in formats that are not text with markers.
+    read_answer: only for a format that is not text with markers.
     """
 
     name: str
+    signs: tuple[str, ...] = ()
     call_starts: tuple[str, ...] = ()
     call_ends: tuple[str, ...] = ()
     read_calls: Callable[[Reader, CallWriter], Reading[None]] | None = None
@@ -63,7 +51,7 @@ class ChatFormat:
     thoughts: Thoughts | None = THINK
     bare_start: str = ""
     adapt: Adapt | None = None
-    read_answer: "ReadAnswer | None" = None
+    read_answer: ReadAnswer | None = None
 
     @property
     def has_calls(self) -> bool:
@@ -95,6 +83,3 @@ class ChatFormat:
             if not end:
                 return True
         return False
-
-
-ReadAnswer = Callable[[Reader, AnswerWriter, ChatFormat, AnswerRules], Reading[None]]

@@ -1,6 +1,9 @@
 """Finds a model's format in its chat template, and tests it on a call that the template writes."""
 
-from collections.abc import Container, Sequence
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
+from os.path import commonprefix
+from typing import Any
 
 from vllm_metal_lite.chat_formats import (
     gemma,
@@ -12,65 +15,93 @@ from vllm_metal_lite.chat_formats import (
     tagged,
 )
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.probe import Render, reads, shows_tools, written_calls
+from vllm_metal_lite.chat_formats.events import Arguments, ToolCall, ToolCallEnd
+from vllm_metal_lite.chat_formats.history import Adapt
+from vllm_metal_lite.chat_formats.parser import ChatParser
+from vllm_metal_lite.chat_formats.tool import Tool
+
+# Renders (messages, tools, add_generation_prompt) to text; may raise anything.
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 
 PLAIN = ChatFormat("plain", thoughts=None)
 THINKING = ChatFormat("thinking")
-
-# The first format whose texts are all in the template, or in a call that the template writes.
-_SIGNS: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
-    (harmony.HARMONY, ("<|channel|>", "<|message|>", "analysis")),
-    (tagged.MINIMAX_M2, ("<minimax:tool_call>", "<invoke name=")),
-    (tagged.DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
-    (tagged.DEEPSEEK_V3_2, ("｜DSML｜", "function_calls>")),
-    (json_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
-    (json_sections.DEEPSEEK_V3_1, ("<｜tool▁calls▁begin｜>",)),
-    (json_sections.KIMI_K2, ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
-    (gemma.GEMMA_4, ("<|tool_call>", '<|"|>')),
-    (gemma.FUNCTION_GEMMA, ("<start_function_call>", "<escape>")),
-    (pythonic.LFM2, ("<|tool_call_start|>",)),
-    (pythonic.LFM2, ("<|tool_list_start|>",)),
-    (mistral.MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
-    (mistral.MISTRAL_LIST, ("[TOOL_CALLS]",)),
-    (tagged.LONGCAT_2, ("<longcat_arg_key>",)),
-    (tagged.GLM_4_7, ("<tool_call>{function-name}<arg_key>",)),
-    (tagged.GLM_4_5, ("<tool_call>", "<arg_key>")),
-    (tagged.SEED_OSS, ("<seed:tool_call>", "<function=")),
-    (tagged.QWEN_XML, ("<function=", "<parameter=")),
-    (json_markers.COHERE, ("<|START_ACTION|>", "tool_name")),
-    (json_markers.LONGCAT, ("<longcat_tool_call>", '"arguments"')),
-    (json_markers.NEMOTRON, ("<TOOLCALL>",)),
-    (json_markers.GRANITE_3, ("<|tool_call|>", "JSON list")),
-    (pythonic.OLMO_3, ("<functions>", "<function_calls>")),
-    (json_markers.TOOL_CALLS, ("<tool_calls>[",)),
-    (json_markers.LLAMA_3, ('"parameters": ', "<|start_header_id|>", "ipython")),
-    (json_sections.HUNYUAN, ("<tool_calls>", "<tool_call>", "```json")),
-    (tagged.MINICPM_5, ("<function name=", "<param name=")),
-    (json_markers.HERMES, ("<tool_call>",)),
-    (json_markers.TOOL_CALLS, ("<tool_calls>", "</tool_calls>")),
-)
+_MODULES = gemma, harmony, json_markers, json_sections, mistral, pythonic, tagged
+FORMATS: dict[str, ChatFormat] = {"plain": PLAIN, "thinking": THINKING} | {
+    value.name: value
+    for module in _MODULES
+    for value in vars(module).values()
+    if isinstance(value, ChatFormat)
+}
 # Some templates of LFM2 list tools but write no calls.  Then the vocabulary decides.
 _LFM2_TOKENS = "<|tool_call_start|>", "<|tool_call_end|>"
 
-FORMATS: dict[str, ChatFormat] = {
-    f.name: f for f in (PLAIN, THINKING, *(shown for shown, _ in _SIGNS))
+# Some templates need a description of each parameter.
+_PARAMETERS = {
+    "path": {"type": "string", "description": "Of the file."},
+    "limit": {"type": "integer", "description": "Most lines."},
 }
+_SCHEMA = {"type": "object", "properties": _PARAMETERS, "required": ["path"]}
+TOOL = Tool("read_canary", "Read a file.", _SCHEMA)
+ARGUMENTS = {"path": "src/canary.txt", "limit": 3}
+_USER = {"role": "user", "content": "Read it."}
 
 
 def detect(template: str, render: Render, vocabulary: Container[str] = ()) -> ChatFormat:
     """The format of a chat template; "thinking" or "plain", which have no calls, if none is known.
 
-    render: by the template.  A format is chosen only if it reads the call that the template writes.
-    vocabulary: tokens with a meaning, such as marks of thoughts.
+    render: renders by the template.  vocabulary: tokens with a meaning, such as marks of thoughts.
+    A format fits if all its signs are in the template, or in a call that the template writes, and
+    if the format reads this call.  Of several that fit, the one with the longest signs is chosen.
     """
     written = written_calls(render)
     shown = template + "".join(written)
-    for chat_format, texts in _SIGNS:
-        if all(text in shown for text in texts):
-            answers = written_calls(render, chat_format.adapt)
-            if not answers or any(reads(chat_format, answer) for answer in answers):
-                return chat_format
+    signed = [f for f in FORMATS.values() if f.signs and all(sign in shown for sign in f.signs)]
+    for chat_format in sorted(signed, key=lambda f: -len("".join(f.signs))):
+        answers = written_calls(render, chat_format.adapt)
+        if not answers or any(reads(chat_format, answer) for answer in answers):
+            return chat_format
     has_tokens = all(token in vocabulary for token in _LFM2_TOKENS)
-    if has_tokens and not written and shows_tools(render):
+    if has_tokens and not written and any(TOOL.name in text for text in _texts(render, [_USER])):
         return pythonic.LFM2
     return THINKING if "</think>" in shown or "</think>" in vocabulary else PLAIN
+
+
+def written_calls(render: Render, adapt: Adapt | None = None) -> list[str]:
+    """A call as a template writes it: after the generation prompt, and after the user's turn.
+
+    Some templates take arguments as an object, others as a string; some take no empty content.
+    Empty: the template writes no calls.
+    """
+    starts = _texts(render, [_USER]) + _texts(render, [_USER], generation=False)
+    found = []
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        function = {"name": TOOL.name, "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        for content in ("", None):
+            answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+            messages: list[Mapping[str, Any]] = [_USER, answer]
+            for whole in _texts(render, adapt(messages) if adapt else messages, generation=False):
+                for start in starts:
+                    found.append(whole[len(commonprefix([start, whole])) :])  # noqa: RUF071
+    return [text for text in found if TOOL.name in text]
+
+
+def reads(chat_format: ChatFormat, answer: str) -> bool:
+    """Whether a format finds the call in an answer."""
+    parser = ChatParser(chat_format, [TOOL])
+    events = [*parser.feed(answer), *parser.close()]
+    calls = [event for event in events if isinstance(event, ToolCall | ToolCallEnd)]
+    if calls != [ToolCall(TOOL.name), ToolCallEnd()]:
+        return False
+    said = "".join(event.text for event in events if isinstance(event, Arguments))
+    return bool(json.loads(said) == ARGUMENTS)
+
+
+def _texts(
+    render: Render, messages: Sequence[Mapping[str, Any]], generation: bool = True
+) -> list[str]:
+    """A conversation as text; empty if the template refuses it."""
+    try:
+        return [render([dict(m) for m in messages], [TOOL.for_template()], generation)]
+    except Exception:  # templates raise any error
+        return []

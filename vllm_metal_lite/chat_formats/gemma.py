@@ -78,7 +78,7 @@ def _has_item(reader: Reader, end: str, *, is_first: bool) -> Reading[bool]:
 
 
 def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | None) -> ChatFormat:
-    """quote: stands before and after a string."""
+    """quote: the mark before and after a string."""
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         yield from reader.expect("call:")
@@ -103,7 +103,7 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: Thoughts | No
         return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
 
     grammar = calls_grammar(rule, bare_names("{"), start=start)
-    return ChatFormat(name, (start,), (end,), read, grammar, thoughts)
+    return ChatFormat(name, (start, quote), (start,), (end,), read, grammar, thoughts)
 
 
 class _Rules(SchemaRules):

@@ -18,7 +18,7 @@ from vllm_metal_lite.chat_formats.schema import (
     types_of,
     values_of,
 )
-from vllm_metal_lite.chat_formats.schema_rules import Rules
+from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.structured_outputs.json_schema import SchemaError
@@ -41,7 +41,7 @@ def literal(text: str, special_tokens: SpecialTokens = _NO_TOKENS) -> str:
 
 
 def texts(text: str, special_tokens: SpecialTokens) -> str:
-    """Text as terminals, with special tokens in it by their ids; none for no text."""
+    """Text as terminals, in which special tokens stand by their ids; "" for no text."""
     found = [token for token in special_tokens if token in text]
     if not found:
         return literal(text) if text else ""
@@ -50,8 +50,10 @@ def texts(text: str, special_tokens: SpecialTokens) -> str:
 
 
 def text_without(*marks: str) -> str:
-    """Any text but the marks: a model may spell a special token by ordinary ones, and readers see
-    no difference.  As the body of a terminal, whose name is in capitals."""
+    """The body of a terminal, whose name is in capitals, for any text without the marks.
+
+    A model may spell a special token by ordinary ones, and readers see no difference.
+    """
     found = "|".join(re.escape(mark).replace("/", r"\/") for mark in marks)
     return f"/(?s:.*)/ & ~/(?s:.*({found}).*)/"
 
@@ -69,7 +71,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters, **_SPACES}
 
 
-# The rule of a tool's call; the rules that it needs join the lines.
+# Makes the rule of a tool's call, and adds the rules that it needs to the lines.
 Rule = Callable[[Tool, SpecialTokens, list[str]], str]
 
 
@@ -128,7 +130,7 @@ def calls_grammar(
                 blocks = "block* TEXT" if choice.parallel else "block | TEXT"
                 first = [f"start: {blocks}", "TEXT: /(?s:.*)/"]
             for name, mark in ("begin", start), ("bare", bare):
-                if mark:  # no text holds a special token, but its letters
+                if mark:  # a text holds no special token, only its letters
                     by_id = f" | TEXT {literal(mark, special)}" if mark in special else ""
                     first.append(f"{name}: {name}_text{by_id}")
                     first.append(f"{name}_text[lazy]: TEXT {literal(mark)}")
@@ -147,7 +149,7 @@ def json_calls(
     without: str = "",
     **around: str,
 ) -> CallGrammar:
-    """Calls with JSON arguments: start head NAME middle ARGUMENTS tail.
+    """The grammar of calls with JSON arguments: start head NAME middle ARGUMENTS tail.
 
     quoted: the name is a JSON string; else, it has none of the characters `without`.
     around: see `calls_grammar`.
@@ -172,7 +174,7 @@ def parameter_calls(
     without: str = "",
     **around: str,
 ) -> CallGrammar:
-    """Calls with a parameter for each argument, in the order of the schema.
+    """The grammar of calls with a parameter for each argument, in the order of the schema.
 
     head and parameter have {} for a name; parameter may have a second one, for whether the value is
     a string.  A string ends at the mark in `parameter_end`, as readers read it.  Other values are
@@ -182,7 +184,7 @@ def parameter_calls(
     before_mark, *_ = parameter_end.partition(end_mark)
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        rules = Rules(lines, tool)
+        rules = SchemaRules(lines, tool)
 
         def text(limits: str) -> tuple[str, str]:
             """A string as terminals, and the text after it."""
@@ -234,11 +236,11 @@ def parameter_calls(
 _ANY_TEXT = "/(?s:.*)/"
 
 
-def _limits(rules: Rules, others: list[Schema], named: list[Schema], place: str) -> str:
+def _limits(rules: SchemaRules, others: list[Schema], named: list[Schema], place: str) -> str:
     """The terminal of a value that may be a string.
 
-    others, named: its alternatives.  If there are several, a reader decides by the text which type
-    the value has, so they must have no limits.
+    others, named: the alternatives of the value; those of `named` list their values.  If there are
+    several, a reader decides by the text which type the value has, so they must have no limits.
     """
     [schema, *more] = others
     if schema.get("type") != "string" or more or named:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 
-from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
-from vllm_metal_lite.chat_formats.calls import json_arguments
-from vllm_metal_lite.chat_formats.chat_format import AnswerRules, ChatFormat, Thoughts
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat, Thoughts
+from vllm_metal_lite.chat_formats.events import Trimmed
 from vllm_metal_lite.chat_formats.grammars import (
     SpecialTokens,
     named_by,
@@ -35,32 +35,31 @@ _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
-def _read(
-    reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, rules: AnswerRules
-) -> Reading[None]:
+def _read(reader: Reader, calls: CallWriter, text: Trimmed, reasoning: Trimmed) -> Reading[None]:
     begun: str | None = None
     with suppress(CutShort):
         if (yield from reader.begins(_TO)):  # the answer continues the header of the prompt
             begun = _TO
     while True:
         if begun is None or begun in _ENDS:  # text without a header is for the user
-            begun = yield from reader.pass_until([_START, _CHANNEL, *_ENDS], writer.text)
+            begun = yield from reader.pass_until([_START, _CHANNEL, *_ENDS], text)
         if begun is None:
             return
         if begun not in _ENDS:
             header = [begun]
             begun = yield from reader.pass_until([_MESSAGE, _START, *_ENDS], header.append)
             if begun == _MESSAGE:  # a header without a message says nothing
-                begun = yield from _body(reader, writer, "".join(header))
+                begun = yield from _body(reader, calls, text, reasoning, "".join(header))
 
 
-def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | None]:
-    """The text of a message; reads and returns the marker after it."""
+def _body(
+    reader: Reader, calls: CallWriter, text: Trimmed, reasoning: Trimmed, header: str
+) -> Reading[str | None]:
+    """Read the text of a message, and the marker after it; returns the marker."""
     channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
     ends = [*_ENDS, _START, _CHANNEL]
-    if recipient is not None and writer.calls.knows(recipient[1]):
-        writer.text.at_marker()
-        calls = writer.calls
+    if recipient is not None and calls.knows(recipient[1]):
+        text.at_marker()
         calls.begin(recipient[1])
         try:  # a marker within a string is text
             yield from json_arguments(reader, calls.arguments, *_ENDS)
@@ -77,16 +76,16 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
         calls.end()
         return found
     is_thought = recipient is None and channel is not None and channel[1] not in _USER_CHANNELS
-    out = writer.reasoning if is_thought else writer.text
+    out = reasoning if is_thought else text
     out.at_marker()
     end = yield from reader.pass_until(ends, out)
-    writer.text.at_marker()
+    text.at_marker()
     return end
 
 
 def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, final: str) -> str:
-    """Thoughts and words for the user, then one call; if none is demanded, a call or `final`.  Only
-    thoughts precede a `final` of a given form."""
+    """The grammar of thoughts and words for the user, then one call; if no call is demanded, a call
+    or `final`.  Only thoughts precede a `final` of a given form."""
     allowed = named_by(r"[^\s<]+", tools, choice)
     answers = [f"before* call_{i}" for i in range(len(allowed))]
     if choice.mode in ("auto", "none"):
@@ -111,6 +110,7 @@ def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens, 
 
 HARMONY = ChatFormat(
     "harmony",
+    (_CHANNEL, _MESSAGE, "analysis"),
     # Calls are in `commentary`, or name a recipient.
     (f"{_CHANNEL}commentary", f"{_CHANNEL}analysis to", f"{_START}assistant to"),
     (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),

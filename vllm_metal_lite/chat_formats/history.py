@@ -5,7 +5,7 @@ from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
 Adapt = Callable[[Messages], list[dict[str, Any]]]
-# The id of a call in a prompt, of (name, number in the conversation, the client's id).
+# Makes the id of a call in a prompt from (name, number in the conversation, the client's id).
 CallId = Callable[[str, int, str], str]
 
 
@@ -32,7 +32,7 @@ def with_call_ids(call_id: CallId, messages: Messages) -> list[dict[str, Any]]:
 
 
 def one_call_each(messages: Messages) -> list[dict[str, Any]]:
-    """Each message has one call, and the call's results follow it."""
+    """Split messages so that each has one call, which its results follow."""
     adapted: list[dict[str, Any]] = []
     waiting = [dict(message) for message in messages]
     while waiting:
@@ -55,7 +55,7 @@ def one_call_each(messages: Messages) -> list[dict[str, Any]]:
 
 
 def text_as_thoughts(messages: Messages) -> list[dict[str, Any]]:
-    """Text before a call joins the thoughts, where a message has both."""
+    """Move the text before a call into the thoughts, if a message has both."""
     adapted = []
     for message in map(dict, messages):
         thoughts, text = message.get("reasoning_content"), message.get("content")

@@ -13,7 +13,7 @@ from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str, name_key: str) -> Reading[None]:
-    """A list of calls, or one."""
+    """Read a list of calls, or one call."""
     if (yield from reader.peek()) == "[":
         yield from json_list(reader, calls, name_key)
     else:
@@ -23,6 +23,7 @@ def _read(reader: Reader, calls: CallWriter, *, end: str, name_key: str) -> Read
 
 def _format(
     name: str,
+    signs: tuple[str, ...],
     start: str,
     end: str,
     thoughts: Thoughts = THINK,
@@ -32,15 +33,16 @@ def _format(
     """name_key: the key of a call's name.  grammar: see `json_calls`."""
     read = partial(_read, end=end, name_key=name_key)
     calls = json_calls(start=start, quoted=True, **grammar)
-    return ChatFormat(name, (start,), (end or "\n",), read, calls, thoughts)
+    return ChatFormat(name, signs, (start,), (end or "\n",), read, calls, thoughts)
 
 
-def _objects(name: str, prefix: str) -> ChatFormat:
-    """prefix: starts each marker's name, such as `longcat_`."""
-    end = f"</{prefix}tool_call>"
+def _objects(name: str, prefix: str, *signs: str) -> ChatFormat:
+    """prefix: starts each marker's name, such as `longcat_`.  signs: those beside the marker."""
+    start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     return _format(
         name,
-        f"<{prefix}tool_call>",
+        (start, *signs),
+        start,
         end,
         Thoughts(f"<{prefix}think>", f"</{prefix}think>"),
         head='\n{"name": ',
@@ -50,9 +52,11 @@ def _objects(name: str, prefix: str) -> ChatFormat:
     )
 
 
-def _lists(name: str, start: str, end: str) -> ChatFormat:
+def _lists(name: str, start: str, end: str, *signs: str) -> ChatFormat:
+    """signs: those beside the marker `start`."""
     return _format(
         name,
+        (start, *signs),
         start,
         end,
         opening="[",
@@ -65,14 +69,15 @@ def _lists(name: str, start: str, end: str) -> ChatFormat:
 
 
 HERMES = _objects("hermes", "")
-LONGCAT = _objects("longcat", "longcat_")
-# Apriel, Jamba, MiniMax M1.
-TOOL_CALLS = _lists("tool_calls_json", "<tool_calls>", "</tool_calls>")
-GRANITE_3 = _lists("granite", "<|tool_call|>", "")
+LONGCAT = _objects("longcat", "longcat_", '"arguments"')
+# Written by Apriel, Jamba and MiniMax M1.
+TOOL_CALLS = _lists("tool_calls_json", "<tool_calls>", "</tool_calls>", "</tool_calls>")
+GRANITE_3 = _lists("granite", "<|tool_call|>", "", "JSON list")
 NEMOTRON = _lists("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
-# Command R7B and A.
+# Written by Command R7B and Command A.
 COHERE = _format(
     "cohere",
+    ("<|START_ACTION|>", "tool_name"),
     "<|START_ACTION|>",
     "<|END_ACTION|>",
     Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -92,9 +97,10 @@ def _read_llama(reader: Reader, calls: CallWriter) -> Reading[None]:
 
 
 _TAG, _NAME, _VALUES = "<|python_tag|>", '{"name": ', ', "parameters": '
-# Llama 3.1 to 3.3.
+# Written by Llama 3.1 to 3.3.
 LLAMA_3 = ChatFormat(
     "llama3_json",
+    ('"parameters": ', "<|start_header_id|>", "ipython"),
     (_TAG,),
     ("\n",),
     _read_llama,

@@ -14,6 +14,7 @@ _ARGUMENTS = "<|tool_call_argument_begin|>"
 
 def _format(
     name: str,
+    signs: tuple[str, ...],
     section: tuple[str, str],
     call: tuple[str, str],
     separator: str,
@@ -23,8 +24,10 @@ def _format(
     adapt: Adapt | None = None,
     **grammar: str,
 ) -> ChatFormat:
-    """section, call: the first and the last marker of each.  separator: after the name.  head,
-    tail, and the names in `grammar`: see `json_calls`."""
+    """section, call: the first and the last marker of each.  separator: the mark after the name.
+
+    head, tail, and the names in `grammar`: see `json_calls`.
+    """
     start, end = section
     first, last = call
 
@@ -48,7 +51,7 @@ def _format(
 
     head, tail = f"{first}{head}", f"{tail}{last}"
     demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
-    return ChatFormat(name, (start,), (end,), read, demanded, adapt=adapt)
+    return ChatFormat(name, signs, (start,), (end,), read, demanded, adapt=adapt)
 
 
 _SEPARATOR = "<｜tool▁sep｜>"
@@ -58,6 +61,7 @@ _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 # V3 writes the tool's type before its name.
 DEEPSEEK_V3 = _format(
     "deepseek_v3",
+    (_DEEPSEEK[0], _CODE),
     _DEEPSEEK,
     (f"{_BEGIN}function{_SEPARATOR}", _END),
     _CODE,
@@ -65,10 +69,20 @@ DEEPSEEK_V3 = _format(
     tail=_AFTER_CODE,
     between="\n",
 )
-DEEPSEEK_V3_1 = _format("deepseek_v31", _DEEPSEEK, (_BEGIN, _END), _SEPARATOR, middle=_SEPARATOR)
+DEEPSEEK_V3_1 = _format(
+    "deepseek_v31", _DEEPSEEK[:1], _DEEPSEEK, (_BEGIN, _END), _SEPARATOR, middle=_SEPARATOR
+)
 
 _CALLS, _CALL = ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>")
-HUNYUAN = _format("hunyuan", _CALLS, _CALL, _CODE, middle=_BEFORE_CODE, tail=_AFTER_CODE)
+HUNYUAN = _format(
+    "hunyuan",
+    (*_CALLS, _CALL[0], _CODE),
+    _CALLS,
+    _CALL,
+    _CODE,
+    middle=_BEFORE_CODE,
+    tail=_AFTER_CODE,
+)
 
 
 def _kimi_id(name: str, number: int, given: str) -> str:
@@ -78,6 +92,7 @@ def _kimi_id(name: str, number: int, given: str) -> str:
 # The number after the name is that of the call in the conversation; the reader accepts any number.
 KIMI_K2 = _format(
     "kimi_k2",
+    ("<|tool_calls_section_begin|>", _ARGUMENTS),
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
     _ARGUMENTS,

@@ -42,6 +42,7 @@ def _call_id(name: str, number: int, given: str) -> str:
 
 MISTRAL = ChatFormat(
     "mistral",
+    (_START, _ARGUMENTS),
     (_START,),
     ("\n",),
     _read,
@@ -53,4 +54,4 @@ _NAME, _VALUES = '{"name": ', ', "arguments": '
 _LIST = json_calls(
     start=_START, opening="[", head=_NAME, middle=_VALUES, tail="}", between=", ", close="]"
 )
-MISTRAL_LIST = replace(MISTRAL, name="mistral_list", grammar=_LIST)
+MISTRAL_LIST = replace(MISTRAL, name="mistral_list", signs=(_START,), grammar=_LIST)

@@ -16,11 +16,11 @@ from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare_names, cal
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.chat_formats.typed import python_value
+from vllm_metal_lite.chat_formats.typed import CONSTANTS, python_value
 
 # A parameter's name need not be Python's: `-A`, `a.b`, `class`, `two words`.
 _KEY = re.compile(r"""[^\n()\[\]{}'"]+""")
-_NAMES = r"""(?!\s)[^\n()\[\]{}'",=]+(?<!\s)"""  # those that end at the first `=`
+_NAMES = r"""(?!\s)[^\n()\[\]{}'",=]+(?<!\s)"""  # names that end at the first `=`
 
 
 def _read(reader: Reader, calls: CallWriter, *, end: str) -> Reading[None]:
@@ -53,7 +53,7 @@ def _arguments(reader: Reader, end: str) -> Reading[list[str]]:
     Raises Malformed before `end`, and CutShort.
     """
     arguments: list[str] = []
-    parts: list[str] = []  # of the argument that has begun
+    parts: list[str] = []  # pieces of the argument that has begun
     depth = 1
     while depth:
         mark = yield from reader.before([*"\"'()[]{},", end], parts.append)
@@ -90,12 +90,9 @@ def _key_and_value(argument: str) -> tuple[str, object]:
     key, value = (text.strip() for text in argument.partition("=")[::2])
     if not _KEY.fullmatch(key) or not value:
         raise Malformed
-    try:
-        return key, python_value(f"({value}\n)")  # a comment may end the value
-    except Malformed:
-        if not value.isidentifier():
-            raise
+    if value.isidentifier() and value not in CONSTANTS:
         return key, value
+    return key, python_value(f"({value}\n)")  # a comment may end the value
 
 
 class _Rules(SchemaRules):
@@ -136,18 +133,17 @@ def _spellings(value: Any) -> tuple[str, ...]:
     return json.dumps(value, ensure_ascii=False), repr(value)
 
 
-def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
+def _format(name: str, signs: tuple[str, ...], start: str, end: str, **around: str) -> ChatFormat:
     """around: see `calls_grammar`."""
 
     def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
         return f'{literal(f"{tool.name}(")} {_Rules(lines, tool).rule()} ")"'
 
     grammar = calls_grammar(rule, bare_names("(["), start=start, **around)
-    return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)
+    return ChatFormat(name, signs, (start,), (end,), partial(_read, end=end), grammar)
 
 
-_LFM2_END, _OLMO_END = "<|tool_call_end|>", "</function_calls>"
-LFM2 = _format(
-    "lfm2", "<|tool_call_start|>", _LFM2_END, opening="[", between=", ", close=f"]{_LFM2_END}"
-)
-OLMO_3 = _format("olmo3", "<function_calls>", _OLMO_END, between="\n", close=_OLMO_END)
+_LFM2, _LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+_OLMO, _OLMO_END = "<function_calls>", "</function_calls>"
+LFM2 = _format("lfm2", (_LFM2,), _LFM2, _LFM2_END, opening="[", between=", ", close=f"]{_LFM2_END}")
+OLMO_3 = _format("olmo3", ("<functions>", _OLMO), _OLMO, _OLMO_END, between="\n", close=_OLMO_END)

@@ -94,14 +94,14 @@ class Reader:
             yield from self.need()
 
     def until(self, marker: str) -> Reading[str]:
-        """The text before a marker, which is read too.  Raises CutShort."""
+        """Read the text before a marker, and the marker; returns the text.  Raises CutShort."""
         parts: list[str] = []
         yield from self.before([marker], parts.append)
         self.take(len(marker))
         return "".join(parts)
 
     def name(self, *ends: str, begins: Callable[[str], bool] = bool) -> Reading[tuple[str, str]]:
-        """The name before the first of `ends`, and that end; both are read.
+        """Read the name before the first of `ends`, and that end.
 
         Raises Malformed if another tag comes first: the model may have forgotten an end; and at
         once if the text continues in a second line, or if `begins` knows no name that begins so.
@@ -130,7 +130,7 @@ class Reader:
                 return
 
     def peek(self) -> Reading[str]:
-        """The next character after whitespace, which is read; "" at the end."""
+        """Read whitespace; returns the next character without reading it, "" at the end."""
         yield from self.skip_space()
         return self.rest[:1]
 
@@ -188,7 +188,7 @@ class Reader:
             return
         depth, in_string, escaped = 0, False, False
         while True:
-            start = 0  # of what is not passed on yet
+            start = 0  # the text from here on is not passed on yet
             for i, character in enumerate(self.rest):
                 if in_string and character < " ":
                     # A backslash before a line break is part of the text, as in shell commands.
@@ -211,7 +211,7 @@ class Reader:
             yield from self.need()
 
     def json(self) -> Reading[object]:
-        """A whole JSON value.  Raises Malformed, CutShort."""
+        """Read a whole JSON value.  Raises Malformed, CutShort."""
         parts: list[str] = []
         yield from self.json_value(parts.append)
         return loads("".join(parts))
@@ -228,6 +228,14 @@ def loads(text: str) -> object:
     return value
 
 
+def loads_or(default: object, text: str) -> object:
+    """As `loads`, but a text that is no JSON value gives `default`."""
+    try:
+        return loads(text)
+    except Malformed:
+        return default
+
+
 @lru_cache(256)
 def _search(markers: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
     """Finds the first marker (its group is "marker"), or the beginning of one at the text's end.
@@ -242,5 +250,5 @@ def _search(markers: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """A pattern: the longest of the texts."""
+    """A pattern that finds the longest of the texts."""
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))

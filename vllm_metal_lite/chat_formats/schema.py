@@ -21,7 +21,7 @@ _LIMITS = {
     "integer": NUMBERS,
 }
 _ALL_LIMITS = frozenset(chain(_OF, *_LIMITS.values()))
-# Marks a schema combined of two parts, if both have a keyword and one of its values was dropped.
+# Marks a schema that was combined from two parts, if both had a keyword and one value was dropped.
 _DROPPED = "part of allOf"
 JSON_TYPES = {
     bool: "boolean",
@@ -36,7 +36,7 @@ Schema = dict[str, Any]
 
 
 def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """The list of a keyword such as `required`; anything else is ignored."""
+    """The list under a keyword such as `required`; [] if there is no list."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
 
@@ -60,7 +60,7 @@ def bare_text(value: Any) -> str:
 
 
 def values_of(alternatives: Iterable[Schema]) -> list[Any]:
-    """The only values that alternatives allow; empty: one of them does not name its values."""
+    """All values that the alternatives allow; empty if one of them does not name its values."""
     values = [named_values(schema) for schema in alternatives]
     return list(chain(*values)) if all(values) else []
 
@@ -163,8 +163,8 @@ class Resolver:
 
 
 def _possible(schema: Schema) -> list[Schema]:
-    """The schema, with only those named values that have its type, and with a schema for each
-    required property; none if no value is left."""
+    """The schema, reduced to the named values that have its type, with a schema for each required
+    property; [] if no value is left."""
     if values := named_values(schema):
         kept = [v for v in values if _is_a(v, schema.get("type"))]
         return [schema if kept == values else {**schema, "enum": kept}] if kept else []
@@ -187,8 +187,11 @@ def _is_a(value: Any, kinds: Any) -> bool:
 
 
 def _combined(schema: Schema, part: Any) -> Any:
-    """One schema for values that fit both; False: none does.  Of annotations, and of keywords that
-    cannot be combined (`_DROPPED`), those of `part` are kept."""
+    """One schema for values that fit both; False if no value does.
+
+    If both have an annotation, or a keyword that cannot be combined (`_DROPPED`), the one of `part`
+    stays.
+    """
     if not isinstance(part, dict):
         return part is not False and schema
     both = {**schema, **part}

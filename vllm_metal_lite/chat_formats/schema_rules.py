@@ -22,14 +22,24 @@ SCALARS = "integer", "number", "boolean", "null"
 _ANNOTATIONS = "title", "description", "default", "examples"
 
 
-class Rules:
-    """The rules of one tool's arguments: those that all formats need.
+class SchemaRules:
+    """The rules of one tool's arguments.
 
-    lines: the grammar of all tools; rules are added as needed.
+    lines: the grammar of all tools; rules are added as needed.  base: a format's own lines.  A
+    format that writes values of all types its own way is a subclass: its lines define the rules
+    `any`, `string` and `object`, and `key`, the key of a pair with what stands after it.
     """
 
-    def __init__(self, lines: list[str], tool: Tool) -> None:
+    separator = ","
+    names = "(?s:.*)"  # see `offered`
+
+    def __init__(self, lines: list[str], tool: Tool, base: Sequence[str] = ()) -> None:
         self.lines, self.tool, self.resolve = lines, tool, Resolver(tool.parameters)
+        self._rules: dict[str, str] = {}  # names by schema
+        # Rules to be written: the number of the line, the schema, and the schema's first place.
+        self._unwritten: list[tuple[int, Any, str]] = []
+        if not lines:
+            lines += base
 
     def arguments(self) -> list[Schema]:
         """The alternatives of all arguments.  Raises SchemaError."""
@@ -75,31 +85,12 @@ class Rules:
         self.lines.append(f"{name}{attributes}: {text}")
         return name
 
-
-class SchemaRules(Rules):
-    """Rules for values of all types.
-
-    base: a format's own lines, which define the rules `any`, `string` and `object`, and `key`, the
-    key of a pair with what stands after it.  A subclass defines how its format writes values.
-    """
-
-    separator = ","
-    names = "(?s:.*)"  # see `offered`
-
-    def __init__(self, lines: list[str], tool: Tool, base: Sequence[str]) -> None:
-        super().__init__(lines, tool)
-        self._rules: dict[str, str] = {}  # names by schema
-        # The line of each rule, its schema, and the first place of that.
-        self._unwritten: list[tuple[int, Any, str]] = []
-        if not lines:
-            lines += base
-
     def key(self, name: str) -> str:
         """The key of an object, with what stands after it, as terminals."""
         raise NotImplementedError
 
     def constants(self, values: Sequence[Any]) -> list[str]:
-        """Values of an enumeration, each as terminals; few, whatever the number of values."""
+        """Terminals for the values of an enumeration: a short list even of many values."""
         raise NotImplementedError
 
     def scalar(self, schema: Mapping[str, Any]) -> str:
@@ -107,7 +98,7 @@ class SchemaRules(Rules):
         return f"%json {json.dumps(schema)}"
 
     def whole(self, schema: Mapping[str, Any]) -> str:
-        """All arguments by one of their alternatives, as terminals."""
+        """Terminals for all arguments, by one of their alternatives."""
         return self._terminals(schema, "")
 
     def rule(self) -> str:
@@ -150,7 +141,7 @@ class SchemaRules(Rules):
         return self._rules[key]
 
     def _terminals(self, schema: Mapping[str, Any], place: str) -> str:
-        """A value by one alternative of its schema."""
+        """Terminals for a value, by one alternative of its schema."""
         kind, separator = schema.get("type"), json.dumps(self.separator)
         if values := named_values(schema):
             self.hold(schema, place)

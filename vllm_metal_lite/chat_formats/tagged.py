@@ -25,6 +25,7 @@ _NAME = re.compile(
 
 def _format(
     name: str,
+    signs: tuple[str, ...],
     starts: tuple[str, ...],
     call: tuple[str, str],
     end: str = "",
@@ -35,8 +36,8 @@ def _format(
     **grammar: str,
 ) -> ChatFormat:
     """call: the text before a call's name, and the last tag of the call.  end: the tag after all
-    calls.  newlines: see `Tags`.  raw: around a value that has special characters.  grammar: see
-    `parameter_calls`."""
+    calls.  newlines: see `Tags`.  raw: the marks around a value with special characters.
+    grammar: see `parameter_calls`."""
     begin, call_end = call
     before_name, _, after_name = grammar["parameter"].partition("{}")
     tags = Tags(
@@ -64,11 +65,12 @@ def _format(
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         return calls.section(lambda: read_one(reader, calls), begin, call_end, end)
 
-    return ChatFormat(name, starts, (end or call_end,), read, parameter_calls(**grammar), thoughts)
+    demanded = parameter_calls(**grammar)
+    return ChatFormat(name, signs, starts, (end or call_end,), read, demanded, thoughts)
 
 
 def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
-    """The name up to ">", and whether the value is a string, if that is said."""
+    """Read the name up to ">", and whether the value is a string, if the tag says so."""
     text, _ = yield from reader.name(">")
     if (found := _NAME.match(text)) is None:
         raise Malformed
@@ -76,11 +78,12 @@ def _name(reader: Reader) -> Reading[tuple[str, bool | None]]:
     return next(filter(None, names)), is_string == "true" if is_string else None
 
 
-def _qwen(name: str, prefix: str) -> ChatFormat:
-    """prefix: starts the name of each outer marker, such as `seed:`."""
+def _qwen(name: str, prefix: str, *signs: str) -> ChatFormat:
+    """prefix: starts the name of each outer marker, such as `seed:`.  signs: beside the tags."""
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     return _format(
         name,
+        (*signs, "<function=", "<parameter="),
         (start, "<function="),  # models forget the outer marker at times
         ("<function=", "</function>"),
         end,
@@ -99,10 +102,10 @@ def _qwen(name: str, prefix: str) -> ChatFormat:
 
 
 QWEN_XML = _qwen("qwen3_coder", "")
-SEED_OSS = _qwen("seed_oss", "seed:")
+SEED_OSS = _qwen("seed_oss", "seed:", "<seed:tool_call>")
 
 
-def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
+def _glm(name: str, signs: tuple[str, ...], line_break: str, prefix: str = "") -> ChatFormat:
     """prefix: starts each marker's name, such as `longcat_`."""
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
@@ -132,20 +135,23 @@ def _glm(name: str, line_break: str, prefix: str = "") -> ChatFormat:
         between="\n",
     )
     thoughts = Thoughts(f"<{prefix}think>", f"</{prefix}think>")
-    return ChatFormat(name, (start,), (end,), read, grammar, thoughts)
+    return ChatFormat(name, signs, (start,), (end,), read, grammar, thoughts)
 
 
-GLM_4_5 = _glm("glm45", "\n")
-GLM_4_7 = _glm("glm47", "")
-LONGCAT_2 = _glm("longcat2", "\n", "longcat_")
+GLM_4_5 = _glm("glm45", ("<tool_call>", "<arg_key>"), "\n")
+GLM_4_7 = _glm("glm47", ("<tool_call>{function-name}<arg_key>",), "")
+LONGCAT_2 = _glm("longcat2", ("<longcat_arg_key>",), "\n", "longcat_")
 
 
-def _invoke(name: str, prefix: str, section: str, string: str = "") -> ChatFormat:
+def _invoke(
+    name: str, signs: tuple[str, ...], prefix: str, section: str, string: str = ""
+) -> ChatFormat:
     """prefix: starts the name of each inner tag.  string: says whether a parameter is a string."""
     start, end = f"<{section}>", f"</{section}>"
     invoke, invoke_end = f"<{prefix}invoke", f"</{prefix}invoke>"
     return _format(
         name,
+        signs,
         (start,),
         (invoke, invoke_end),
         end,
@@ -162,11 +168,16 @@ def _invoke(name: str, prefix: str, section: str, string: str = "") -> ChatForma
 
 _DSML = "｜DSML｜"
 _STRING = ' string="{}"'
-MINIMAX_M2 = _invoke("minimax_m2", "", "minimax:tool_call")
-DEEPSEEK_V3_2 = _invoke("deepseek_v32", _DSML, f"{_DSML}function_calls", _STRING)
-DEEPSEEK_V4 = _invoke("deepseek_v4", _DSML, f"{_DSML}tool_calls", _STRING)
+MINIMAX_M2 = _invoke(
+    "minimax_m2", ("<minimax:tool_call>", "<invoke name="), "", "minimax:tool_call"
+)
+DEEPSEEK_V3_2 = _invoke(
+    "deepseek_v32", (_DSML, "function_calls>"), _DSML, f"{_DSML}function_calls", _STRING
+)
+DEEPSEEK_V4 = _invoke("deepseek_v4", (_DSML, "tool_calls>"), _DSML, f"{_DSML}tool_calls", _STRING)
 MINICPM_5 = _format(
     "minicpm5",
+    ("<function name=", "<param name="),
     ("<function name=",),
     ("<function name=", "</function>"),
     raw=("<![CDATA[", "]]>"),

@@ -10,11 +10,12 @@ from typing import Any
 from warnings import catch_warnings
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
-from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads_or
 from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
 
 _JSON_START = re.compile(r"\s*[{\[](?!\s*')")  # Python's strings may have other quotes
+_NO_JSON = object()
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -49,9 +50,9 @@ def read_typed(
     tags: Tags,
     is_string: bool | None = None,
 ) -> Reading[None]:
-    """The argument `name`, up to its end, which is read.  Strings are passed on as they come.
+    """Read the argument `name` and its end.  Strings are passed on as they come.
 
-    is_string: None: by the tool's schema.  Raises Malformed, CutShort.
+    is_string: None if the tool's schema decides.  Raises Malformed, CutShort.
     """
     calls.key(name)
     types = tool.types.get(name, {"string"})
@@ -93,7 +94,7 @@ def _value(
     *,
     is_held: bool,
 ) -> Reading[tuple[str, bool]]:
-    """The text of a value, and whether its end was written.
+    """Read the text of a value; also returns whether its end was written.
 
     If the end is forgotten, the value ends at the tag of a further argument (`others`), or at the
     end of the call if the value is JSON or a tag of `outer` follows.  is_held: the value ends at
@@ -162,20 +163,14 @@ def _ends_in_string(text: str) -> bool:
 
 
 def _is_json(text: str) -> bool:
-    try:
-        loads(text.strip())
-    except Malformed:
-        return False
-    return True
+    return loads_or(_NO_JSON, text.strip()) is not _NO_JSON
 
 
 def value_of(text: str, types: Collection[str]) -> Any:
     """A value of one of `types` (none: of any); text that does not fit stays a string."""
-    stripped = text.strip()
-    try:
-        value = loads(stripped)
-    except Malformed:
-        value = _of_python(stripped, text)
+    value = loads_or(_NO_JSON, text.strip())
+    if value is _NO_JSON:
+        value = _of_python(text.strip(), text)
     kind = JSON_TYPES[type(value)]
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if fits and kind != "string":
@@ -187,7 +182,7 @@ def value_of(text: str, types: Collection[str]) -> Any:
 
 def _of_python(text: str, default: str) -> Any:
     """A list, a dict or a constant as Python writes it."""
-    if text not in ("True", "False", "None") and text[:1] not in ("{", "["):
+    if text not in CONSTANTS and text[:1] not in ("{", "["):
         return default
     try:
         return python_value(text)
@@ -196,6 +191,7 @@ def _of_python(text: str, default: str) -> Any:
 
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+CONSTANTS = "True", "False", "None", *_JSON_NAMES
 
 
 class _JsonNames(ast.NodeTransformer):

@@ -1,15 +1,21 @@
-"""Checks the kernels of attention on this device against the reference.
+"""The kernels of attention: when a model uses them, their checks against the reference, and their
+timing beside their fallbacks.
 
 A check launches the instantiations that serving launches, so that its compilation is not wasted.
+The timing attends as serving does: `KernelAttention` with the kernel and without it.
 """
+
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from vllm_metal_lite.attention.paged.attention import plan_tiles
+from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of
-from vllm_metal_lite.checks.check import AttentionCheck
+from vllm_metal_lite.checks.case import CONTEXTS, Case, TimedStore, case_of, heads_only, rows_only
+from vllm_metal_lite.checks.check import AttentionCheck, Check, Loads, Pair
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
 from vllm_metal_lite.checks.values import (
     TOLERANCE,
@@ -26,13 +32,38 @@ from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import NewRows
+from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
+from vllm_metal_lite.specs import AttentionShape, KernelUse
 
-# Plans of serving: for a context in one piece, and for one in several.
+# The plans of serving for a context in one split, and in several.
 WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
-# The longest decodes that share a prefix, and the splits of the prefix.
+# How many decodes, the longest, share a prefix; and the splits of that prefix.
 SHARING, PREFIX_SPLITS = 3, 16
+
+
+def checks(use: KernelUse) -> list[Check]:
+    return [check for shape in use.shapes for check in _checks(shape, use)]
+
+
+def _checks(shape: AttentionShape, use: KernelUse) -> list[Check]:
+    rows, size = rows_only(shape), use.block_size
+    suffix = "" if shape.kv_bits is None else "_quantised"
+    checks = [Check(f"kv_write{suffix}", rows, size), Check(f"kv_gather{suffix}", rows, size)]
+    if shape.latent:
+        names = "latent_attention", "merge_partitions", "latent_prefill"
+        checks += [Check(name, shape, size) for name in names]
+        wide = replace(shape, k_head_dim=shape.k_head_dim + shape.v_head_dim)
+        return [*checks, Check("gather_rows", heads_only(wide))]
+    checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
+    if use.shares_prefix and sees_prefixes(shape):
+        checks.append(Check("shared_prefix", shape, size))
+        checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
+    if attention_problem(shape, prefill=True) is None:
+        checks.append(Check("varlen_prefill", shape, size))
+    checks.append(Check("gather_rows", heads_only(shape)))
+    return checks
 
 
 def write(check: AttentionCheck) -> float:
@@ -161,6 +192,58 @@ def reorder(check: AttentionCheck) -> float:
     index = rng.integers(0, 50, (3, 31)).astype(np.int32)
     got = gather_rows(mx.array(q).astype(shape.dtype), mx.array(index))
     return largest_error(got, q[index])
+
+
+def timed_decode(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    return _timed(check, loads.decodes, loads.context)
+
+
+def timed_merge(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    return _timed(check, 1, loads.long)
+
+
+def timed_prefix(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    return _timed(check, loads.decodes, loads.prefix + 128, loads.prefix)
+
+
+def _timed(check: AttentionCheck, count: int, context: int, prefix: int = 0) -> list[Pair]:
+    load = TimedStore(check.shape, count, context, prefix=prefix, block_size=check.block_size)
+    q = load.queries()
+    return [(partial(load.attention(), q), partial(load.attention(without=check.kernel), q))]
+
+
+def timed_prefill(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    """Prompts read in place, and gathered."""
+    pairs: list[Pair] = []
+    for sizes in loads.prompts:
+        load = TimedStore(check.shape, *sizes, block_size=check.block_size)
+        q = load.queries()
+        pairs.append((partial(load.attention("varlen"), q), partial(load.attention("gather"), q)))
+    return pairs
+
+
+def timed_fused_decode(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    """One launch for decodes, and `rope_write` before `paged_decode`."""
+    assert check.rope is not None
+    shape, dim = check.shape, check.shape.k_head_dim
+    load = TimedStore(shape, loads.decodes, loads.context, block_size=check.block_size)
+    new, _ = new_rows(shape, load.batch.positions, check.rope)
+    mx.eval(new.arrays)
+    heads = (
+        Heads(new.q, shape.num_heads, dim, new.q_norm, new.rope),
+        Heads(new.k, shape.num_kv_heads, dim, new.k_norm, new.rope),
+        Heads(new.v, shape.num_kv_heads, shape.v_head_dim),
+    )
+    fused, unfused = load.attention(), load.attention(without=check.kernel)
+    return [(partial(fused, heads), partial(unfused, heads))]
+
+
+def timed_reorder(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    shape = check.shape
+    q = mx.random.normal((loads.rows, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
+    index = mx.array(np.random.default_rng(0).permutation(loads.rows).astype(np.int32))
+    mx.eval(q, index)
+    return [(lambda: gather_rows(q, index), lambda: q[index])]
 
 
 def _decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:

@@ -14,13 +14,13 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.values import draw
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.registry import Prefill
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
-# ROWS contexts: one key, keys within a block, keys over many blocks, more than one split.
+# ROWS contexts: of one key, within a block, over many blocks, and of more than one split.
 CONTEXTS = np.array((1, 7, 16, 33, 65, 130, 270, 300, 540))
 # Rows of each sequence in the prompt check: whole prompts, and chunks after a context.
 _PROMPT_ROWS = np.array((1, 7, 9, 3, 20, 1, 2, 5, 40))
@@ -32,7 +32,8 @@ NewHeads = tuple[Heads, Heads, Heads]
 class Sequences:
     """Sequences of `contexts` tokens, whose blocks are in random order.
 
-    prefix: tokens in blocks that all sequences begin with.  spare: blocks that no sequence has.
+    prefix: the tokens that all sequences share, in whole blocks.  spare: the number of blocks that
+    no sequence has.
     """
 
     def __init__(
@@ -55,18 +56,19 @@ class Sequences:
             self._inputs.append_blocks(row, first + [free.pop() for _ in range(count)])
 
     def batch(self, lengths: np.ndarray) -> ForwardBatch:
-        """The last rows of each sequence; lengths: how many."""
+        """A batch of the last rows of each sequence.  lengths: how many rows of each."""
         return self._inputs.pack(self._rows, self._contexts - lengths, lengths)
 
 
 class Case:
     """Sequences in a store with blocks in random order, and queries.
 
-    decodes: the last row of each sequence.  prompts: the last rows, in different numbers.  owned:
-    the slots of all rows, sorted.  drawn: K and V, (slots, num_kv_heads, head_dim) float32, before
-    they are stored.  keys, values: after that, with its rounding; NaN in free slots.  stored: the
-    same in the format of the store.  q: (rows, num_heads, k_head_dim) for the prompts, whose first
-    rows serve the decodes; q_pe: (rows, num_heads, v_head_dim), for latents.
+    decodes: a batch of the last row of each sequence.  prompts: a batch of the last rows of each
+    sequence, in different numbers.  owned: the slots of all rows, sorted.  drawn: K and V, (slots,
+    num_kv_heads, head_dim) float32, before the store rounds them.  keys, values: K and V after
+    that; NaN in free slots.  stored: keys and values in the format of the store.  q: the queries
+    (rows, num_heads, k_head_dim) of `prompts`; their first rows are also those of `decodes`.
+    q_pe: the same, (rows, num_heads, v_head_dim), for latents.
     A caller that changes an array copies it first.
     """
 
@@ -123,7 +125,8 @@ class Case:
         return Scores(self.shape.k_head_dim**-0.5, self.shape.window, self.shape.softcap, sinks)
 
     def sharing(self, num_rows: int) -> tuple[ForwardBatch, np.ndarray]:
-        """The decodes, whose num_rows longest begin with the same blocks; each prefix's length."""
+        """The decodes, where the num_rows longest begin with the same blocks; and the length of
+        each row's prefix."""
         first = len(CONTEXTS) - num_rows
         shared = (int(CONTEXTS[first]) - 1) // self.block_size
         tables = self.decodes.block_tables.copy()
@@ -151,8 +154,8 @@ class Case:
 class TimedStore:
     """Attention as serving calls it, to a store of `sequences` of `context` tokens each.
 
-    rows: the last ones of each sequence, which are computed.  prefix: tokens, in blocks that all
-    sequences begin with.
+    rows: how many last rows of each sequence are computed.  prefix: the tokens that all sequences
+    share, in whole blocks.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class TimedStore:
     def attention(
         self, prefill: Prefill = "gather", without: str | None = None
     ) -> Callable[[mx.array | NewHeads], mx.array]:
-        """Attention of queries, or of the heads of new rows, which it writes too.
+        """A function that computes attention of queries; or of new rows, which it also writes.
 
         prefill: the path of prompts.  without: a kernel that is replaced.
         """
@@ -212,6 +215,17 @@ def spec_of(shape: AttentionShape) -> LayerSpec:
     """The layer of a store that a shape attends to."""
     sizes = shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim
     return LayerSpec(*sizes, shape.dtype, shape.window, bits=shape.kv_bits)
+
+
+def rows_only(shape: AttentionShape) -> AttentionShape:
+    """The fields that affect stored rows; masks do not."""
+    heads, dims = (shape.num_heads, shape.num_kv_heads), (shape.k_head_dim, shape.v_head_dim)
+    return AttentionShape(*heads, *dims, shape.dtype, kv_bits=shape.kv_bits)
+
+
+def heads_only(shape: AttentionShape) -> AttentionShape:
+    """The fields that affect queries; masks and the format of the store do not."""
+    return replace(rows_only(shape), kv_bits=None)
 
 
 @lru_cache(maxsize=2)  # the checks of one shape follow each other

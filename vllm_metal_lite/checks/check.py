@@ -2,6 +2,7 @@
 
 import copyreg
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -34,8 +35,8 @@ class NormShape(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """A product of rows and a weight, fused with a norm, SwiGLU and a residual sum; or, if it is
-    biased, with a bias and GeGLU."""
+    """A product of `rows` rows with a weight.  It is fused with a norm, SwiGLU and a residual sum;
+    if `biased`, with a bias and GeGLU instead."""
 
     rows: int
     weight: WeightShape
@@ -66,9 +67,9 @@ S = TypeVar("S", bound=Shape)
 class Check(Generic[S]):
     """kernel: a name in the registry.
 
-    block_size: 0 if blocks do not matter.  rope: rotates the new rows; with `merge_partitions` and
-    `shared_prefix` it selects the fused decode.  beside: kernels that this check runs too, in
-    addition to those that the kernel always needs.
+    block_size: 0 if blocks do not matter.  rope: the rotation of new rows; a check of
+    `merge_partitions` or `shared_prefix` with a rotation runs the fused decode.  beside: the
+    kernels that this check runs in addition to those that the kernel always needs.
     """
 
     kernel: str
@@ -92,8 +93,29 @@ class Check(Generic[S]):
 
 AttentionCheck = Check[AttentionShape]
 
-# A kernel is replaced if its fallback takes less than 1 / _SLOWER of its time.  Medians of short
-# launches differ by up to a third between two runs; below this factor a change gains little.
+Work = Callable[[], object]
+# The work with the kernel, and the same work by its fallback.
+Pair = tuple[Work, Work]
+
+
+class Loads(NamedTuple):
+    """The work that is timed: so much that the device's time counts, not the host's.
+
+    decodes, context: requests, and the tokens of each.  long: the tokens of a context in splits.
+    prefix: the tokens that decodes share.  prompts: (requests, context, rows of each); the default
+    is four whole prompts, and a chunk.  rows: the rows of launches without attention.
+    """
+
+    decodes: int = 16
+    context: int = 512
+    long: int = 4096
+    prefix: int = 2048
+    prompts: tuple[tuple[int, int, int], ...] = ((4, 512, 512), (1, 4096, 1024))
+    rows: int = 512
+
+
+# A kernel is replaced if it takes more than _SLOWER times as long as its fallback.  Medians of
+# short launches differ by up to a third between two runs, so a smaller factor measures noise.
 _SLOWER = 1.5
 # Seconds by which the host may take longer to launch a kernel than an MLX operation.  Compiled
 # steps do not take this time.

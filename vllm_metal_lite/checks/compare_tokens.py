@@ -8,31 +8,33 @@ tokens' logits decides whether they were a tie.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# Tokens of each prompt: within a block, over many, in several chunks; the last two begin alike.
+# The tokens of each prompt: within a block, over many blocks, in several chunks.  STARTS says where
+# a prompt begins in the text, so the last two begin alike.
 PROMPTS = (7, 60, 300, 600, 700)
 STARTS = (3, 1, 2, 0, 0)
 NEW_TOKENS = 24
 _CHUNK = 256
 _BLOCK = 16
 
-# Two logits nearer than this are a tie: a share of the standard deviation of the row's logits.  The
-# two best logits of a random row of a large vocabulary are about 0.2 apart, random ones about 4.
+# Two logits are a tie if they are nearer than this share of the standard deviation of the row's
+# logits.  In a random row of a large vocabulary, the two best logits are about 0.2 apart, and a
+# random one is about 4 below the best.
 TIE_16_BIT, _TIE_FLOAT32 = 0.1, 0.02
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first different token of an answer.
+    """The first token of an answer that differs.
 
     position: its index in the answer.  margin: distance of the two tokens' logits, in standard
     deviations of the row.
@@ -50,7 +52,7 @@ class Difference:
 class Comparison:
     """path, reason: the attention path that "auto" chose, and why.
 
-    tokens: the number compared.  seconds: the time of the answers, by path.
+    tokens: the number of compared tokens.  seconds: path -> the seconds of the answers.
     """
 
     path: str
@@ -65,18 +67,24 @@ class Comparison:
         return all(difference.is_tie for difference in self.differences)
 
 
-def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: None) -> Comparison:
+def compare(
+    model: LoadedModel,
+    make_engine: Callable[[LoadedModel, EngineConfig], Any],
+    progress: Callable[[str], object] = lambda _: None,
+) -> Comparison:
     """Answer the same prompts with the reference and with the path that "auto" chooses here.
 
-    progress: gets the name of the part that begins.
+    make_engine: LLMEngine.  progress: gets the name of the part that begins.
     """
     prompts = _prompts(model)
     seconds = {}
     progress("the answers of the reference")
-    reference, seconds["reference"] = _answers(_engine(model, "reference"), prompts)
+    reference, seconds["reference"] = _answers(
+        make_engine(model, _config(model, "reference")), prompts
+    )
     mx.clear_cache()
     progress("the engine with kernels")
-    engine = _engine(model, "auto")
+    engine = make_engine(model, _config(model, "auto"))
     path, reason = engine.runner.attention.name, engine.runner.path.reason
     progress("the answers of the kernels")
     by_kernels, seconds["auto"] = _answers(engine, prompts)
@@ -90,9 +98,9 @@ def compare(model: LoadedModel, progress: Callable[[str], object] = lambda _: No
     return Comparison(path, reason, len(prompts), tokens, seconds, found)
 
 
-def _engine(model: LoadedModel, attention: str) -> LLMEngine:
+def _config(model: LoadedModel, attention: str) -> EngineConfig:
     longest = min(model.max_position, max(PROMPTS) + NEW_TOKENS + _BLOCK)
-    config = EngineConfig(
+    return EngineConfig(
         block_size=_BLOCK,
         num_blocks=len(PROMPTS) * -(-longest // _BLOCK) + len(PROMPTS),
         max_num_seqs=len(PROMPTS),
@@ -101,7 +109,6 @@ def _engine(model: LoadedModel, attention: str) -> LLMEngine:
         attention=attention,
         speculate="off",
     )
-    return LLMEngine(model, config)
 
 
 def _prompts(model: LoadedModel) -> list[list[int]]:
@@ -115,7 +122,7 @@ def _prompts(model: LoadedModel) -> list[list[int]]:
     return [tokens[i : min(i + length, longest)] for i, length in zip(STARTS, PROMPTS, strict=True)]
 
 
-def _answers(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], float]:
+def _answers(engine: Any, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], float]:
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)

@@ -28,9 +28,9 @@ _START = 120.0
 # Seconds for one check.  A check compiles up to four instantiations, a few seconds each.
 DEADLINE = 60.0
 
-# Gets the number of checks done, their total, and the check that begins.
+# A function that gets the number of checks done, their total, and the check that begins.
 Progress = Callable[[int, int, Check], object]
-# Runs a check, and times the kernel if told to.
+# A function that runs a check, and times the kernel if its second argument is true.
 Run = Callable[[Check, bool], CheckResult]
 
 
@@ -54,8 +54,8 @@ def results(
     """Run checks in order; yields a result for each check that is not left out.
 
     A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
-    the process before.  timed: time the correct kernels.  known: earlier results, which also
-    leave checks out.
+    the process before.  timed: time the correct kernels.  known: results of earlier starts;
+    a failure among them also leaves checks out.
     """
     found: list[CheckResult] = []
     run: Run | None = None
@@ -102,9 +102,7 @@ class Child:
         if words is None:
             raise OSError("there is no program to start")
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        self._errors: IO[bytes] | None = (
-            None  # takes the output of the process, if the disk has room
-        )
+        self._errors: IO[bytes] | None = None  # the output of the process, if the disk has room
         with ExitStack() as opened:
             with suppress(OSError):
                 self._errors = opened.enter_context(tempfile.TemporaryFile())

@@ -1,15 +1,19 @@
-"""Checks the kernels that norm, rotate and write new rows of a layer; and makes such rows.
+"""The kernels that norm, rotate and write new rows of a layer: when a model uses them, their
+checks, and their timing beside MLX's operations.
 
 The reference is NumPy on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.case import spec_of
-from vllm_metal_lite.checks.check import AttentionCheck
+from vllm_metal_lite.checks.case import rows_only, spec_of
+from vllm_metal_lite.checks.check import AttentionCheck, Check, Loads, Pair
 from vllm_metal_lite.checks.values import (
     EPS,
     ROWS,
@@ -21,12 +25,14 @@ from vllm_metal_lite.checks.values import (
     store_error,
 )
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
+from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
+from vllm_metal_lite.kernels.served_shapes import sees_prefixes
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
-from vllm_metal_lite.specs import AttentionShape, RopeShape
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.specs import AttentionShape, KernelUse, RopeShape
 
 # With a base, a frequency is a float32 exp2, exact to two units in the last place.  The error of an
 # angle grows with the position, and hides a wrong angle at a large one.  Given powers of two make
@@ -35,8 +41,47 @@ _FREQUENCY_ERROR = 2.4e-7
 _SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
 
 
+def checks(use: KernelUse) -> list[Check]:
+    found = [check for pair in _pairs(use) for check in _checks(*pair, use)]
+    return found + [Check("latent_write", *pair) for pair in _latent_pairs(use)]
+
+
+def _checks(shape: AttentionShape, rope: RopeShape, use: KernelUse) -> list[Check]:
+    """The fused decode is also checked in several splits, and after a shared prefix."""
+    size = use.block_size
+    checks = [
+        Check("rope_write", rows_only(shape), 0, rope),
+        Check("fused_decode", shape, size, rope),
+        Check("merge_partitions", shape, size, rope, ("fused_decode",)),
+    ]
+    if use.shares_prefix and sees_prefixes(shape):
+        checks.append(Check("shared_prefix", shape, size, rope, ("fused_decode",)))
+    return checks
+
+
+def _pairs(use: KernelUse) -> list[tuple[AttentionShape, RopeShape]]:
+    """Each shape and each rotation at least once, not each with each."""
+    found = []
+    for dim in sorted({shape.k_head_dim for shape in use.shapes}):
+        shapes = [s for s in use.shapes if s.k_head_dim == dim and not s.latent]
+        ropes = [r for r in use.ropes if r.dims % 2 == 0 and 2 <= r.dims <= dim]
+        for i in range(max(len(shapes), len(ropes)) if shapes and ropes else 0):
+            found.append((shapes[i % len(shapes)], ropes[i % len(ropes)]))
+    return found
+
+
+def _latent_pairs(use: KernelUse) -> list[tuple[AttentionShape, int, RopeShape]]:
+    """Latent shapes with the rotations of their rotary keys, which are not normalised."""
+    return [
+        (rows_only(shape), 0, replace(rope, eps=None))
+        for shape in use.shapes
+        for rope in use.ropes
+        if shape.latent and rope.dims == shape.v_head_dim
+    ]
+
+
 def write(check: AttentionCheck) -> float:
-    """Few rows and many; only few rows of latents."""
+    """The launches for few rows and for many rows differ; that of latents is for few."""
     counts = (ROWS,) if check.kernel == "latent_write" else (ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
@@ -65,7 +110,7 @@ def _written(check: AttentionCheck, rows: int) -> float:
 
 
 def tolerance(check: AttentionCheck, last: int) -> float:
-    """last: the largest position."""
+    """The allowed error.  last: the largest position."""
     angle = 0.0 if _is_exact(check) else _FREQUENCY_ERROR * last
     return TOLERANCE[check.shape.dtype] + angle
 
@@ -158,3 +203,52 @@ def _rope(rope_shape: RopeShape) -> tuple[Rope, np.ndarray]:
         rates = rope_shape.base ** (-2 * np.arange(rope_shape.dims // 2) / rope_shape.dims)
     how = rope_shape.traditional, rope_shape.base, rope_shape.scale, freqs, rope_shape.factor
     return Rope(rope_shape.dims, *how), rates
+
+
+def timed_write(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    """One launch for the new rows of prompts, and one each for norm, rotation and kv_write."""
+    positions, spec = np.arange(loads.rows), spec_of(check.shape)
+    launch, new, _ = launch_and_rows(check, positions)
+    store = PagedStore([spec], -(-loads.rows // 16), 16)
+    layer = LayerStore(store.keys[0], store.values[0], new_ticket(), spec)
+    where = mx.array(positions.astype(np.int32))
+    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, layer.ticket)
+
+    def unfused() -> object:
+        if isinstance(new, NewLatents):
+            q, k, v = _latents_by_mlx(new, check.shape, where)
+        else:
+            q, k, v = _rows_by_mlx(new, check.shape, where)
+        return q, kv_write(k, v, where, layer)
+
+    return [(partial(launch, new, where, where, layer), unfused)]
+
+
+def _rows_by_mlx(new: NewRows, shape: AttentionShape, where: mx.array) -> list[mx.array]:
+    """Rotated queries and keys, and values."""
+    assert new.rope is not None
+    parts = mx.split(new.q.array, (new.k.start, new.v.start), axis=1)
+    dims = shape.k_head_dim, shape.k_head_dim, shape.v_head_dim
+    q, k, v = (x.reshape(len(x), -1, 1, dim) for x, dim in zip(parts, dims, strict=True))
+    q, k = (
+        _rotate_by_mlx(mx.fast.rms_norm(x, norm.weight, norm.eps) if norm else x, new.rope, where)
+        for x, norm in ((q, new.q_norm), (k, new.k_norm))
+    )
+    return [q, k.squeeze(2), v.squeeze(2)]
+
+
+def _latents_by_mlx(new: NewLatents, shape: AttentionShape, where: mx.array) -> list[mx.array]:
+    """Rotary queries, latents and rotary keys."""
+    q = new.q.array.reshape(len(where), shape.num_heads, 1, -1)[..., -shape.v_head_dim :]
+    latents, k_pe = mx.split(new.latent.array, [shape.k_head_dim], axis=1)
+    latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
+    rotary = _rotate_by_mlx(k_pe[:, None, None], new.rope, where).squeeze(2)
+    return [_rotate_by_mlx(q, new.rope, where), latents, rotary]
+
+
+def _rotate_by_mlx(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
+    """The heads x rotated to the positions `where`."""
+    if rope.factor != 1:
+        x = x.at[..., : rope.dims].multiply(rope.factor)
+    how: dict[str, Any] = {"traditional": rope.traditional, "base": rope.base, "freqs": rope.freqs}
+    return mx.fast.rope(x, rope.dims, **how, scale=rope.scale, offset=where)

@@ -21,9 +21,9 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -40,13 +40,9 @@ _DTYPE = mx.float16
 _BLOCK = 16
 
 
-@dataclass(frozen=True)
-class Read:
-    """One read.  values: not yet evaluated; all must be `write`, the number of the write before."""
-
-    kernel: str
-    write: int
-    values: mx.array
+# The kernel of a read; the number of the last write before it, which all values must be; and the
+# values, which are not yet evaluated.
+Read = tuple[str, int, mx.array]
 
 
 def build(
@@ -72,29 +68,29 @@ def build(
     q = mx.ones((sequences, num_heads, head_dim), _DTYPE)
     lens = mx.full((sequences,), context, mx.int32)
     mx.eval(store.arrays)
-    reads = []
+    reads: list[Read] = []
     for number in range(1, launches // 2 + 1):
         new = mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
         store = store._replace(ticket=kv_write(*new, slots, store))
         if number % 2:
             some = mx.array(np.roll(order, 7 * number)[:64])
             _, found, ticket = kv_gather(some, store)
-            reads.append(Read("kv_gather", number, found))
+            reads.append(("kv_gather", number, found))
         else:
             found, ticket = paged_decode(q, tables, lens, store, Scores(1.0), plan=plan)
-            reads.append(Read("paged_decode", number, found))
+            reads.append(("paged_decode", number, found))
         store = store._replace(ticket=ticket)
     return reads
 
 
 def problem(reads: Sequence[Read]) -> str | None:
     """The first read that saw a wrong value, in one line; None: all values are correct."""
-    for index, read in enumerate(reads):
-        got = np.array(read.values.astype(mx.float32))
-        wrong = got[~(np.abs(got - read.write) <= _TOLERANCE)]  # NaN is wrong
+    for index, (kernel, write, values) in enumerate(reads):
+        got = np.array(values.astype(mx.float32))
+        wrong = got[~(np.abs(got - write) <= _TOLERANCE)]  # NaN is wrong
         if wrong.size:
             return (
-                f"read {index + 1} of {len(reads)} ({read.kernel}) must see {read.write}, "
+                f"read {index + 1} of {len(reads)} ({kernel}) must see {write}, "
                 f"but saw {wrong[0]:.4g}"
             )
     return None
@@ -102,7 +98,7 @@ def problem(reads: Sequence[Read]) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """buffers: a key of BUFFERS.  reads: how many were compared.  problem: one line, or None."""
+    """buffers: a key of BUFFERS.  reads: how many it compared.  problem: one line, or None."""
 
     buffers: str
     reads: int
@@ -122,5 +118,5 @@ def stress() -> Iterator[Outcome]:
 def run() -> tuple[int, str | None]:
     """The number of reads of the graph, and their problem."""
     reads = build()
-    mx.eval([read.values for read in reads])
+    mx.eval([values for *_, values in reads])
     return len(reads), problem(reads)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import BLOCK_SIZES
-from vllm_metal_lite.kernels.weights import READABLE
+from vllm_metal_lite.kernels.weight_formats import READABLE
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -88,8 +88,12 @@ def full_list() -> list[KernelUse]:
     heads = ((4, 4), (8, 2), (5, 1), (16, 8), (24, 2), (71, 1))
     dims = ((32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128),
             (192, 192), (256, 256), (576, 512))  # fmt: skip
-    masks = ({"window": 20}, {"softcap": 5.0}, {"sinks": True},
-             {"window": 70, "softcap": 20.0, "sinks": True})  # fmt: skip
+    masks = (
+        {"window": 20},
+        {"softcap": 5.0},
+        {"sinks": True},
+        {"window": 70, "softcap": 20.0, "sinks": True},
+    )
     in_bits = (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)
     latents = (20, 512, 64), (40, 256, 32), (64, 512, 64)
     uses = []

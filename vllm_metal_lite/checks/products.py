@@ -1,14 +1,22 @@
-"""Checks the kernels that fuse norms, sums and activations with products, and mixtures of experts.
+"""The kernels that fuse norms, sums and activations with products, and mixtures of experts: when a
+model uses them, their checks, and their timing.
 
 The reference is computed in NumPy on this machine's CPU, rounded where MLX's own norm rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
+from vllm_metal_lite.checks.check import (
+    Check,
+    Loads,
+    MixtureShape,
+    NormShape,
+    Pair,
+    ProductShape,
+)
 from vllm_metal_lite.checks.values import (
     EPS,
     ROWS,
@@ -21,7 +29,9 @@ from vllm_metal_lite.checks.values import (
     rms_norm,
     rounded,
 )
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
@@ -33,11 +43,53 @@ from vllm_metal_lite.kernels.experts import (
     plan_experts,
 )
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, gemm_plan, skinny_gemm
-from vllm_metal_lite.specs import Quantisation
+from vllm_metal_lite.kernels.skinny_gemm import (
+    MAX_LANE_ROWS,
+    MAX_ROWS,
+    gemm_plan,
+    multiplies_in_lanes,
+    skinny_gemm,
+)
+from vllm_metal_lite.specs import KernelUse, Quantisation, WeightShape
 
+# Rows of a product that do not fill a tile.
+_FEW_ROWS = 5
+# Rows that are multiplied with quantised weights without instructions for matrices.  One row has a
+# kernel source of its own; 2 to 4 share one.  The bias and GeGLU come behind the sums, where all
+# rows share the source.
+_LANE_ROWS = (1, 3)
 _MOST_OUTPUTS = 256
+
+
+def checks(use: KernelUse) -> list[Check]:
+    dtype = next((shape.dtype for shape in (*use.shapes, *use.recurrences)), mx.float32)
+    checks: list[Check] = [
+        Check("add_rms_norm", NormShape(size, dtype)) for size in use.hidden_sizes
+    ]
+    if dtype != mx.float32:
+        checks += _products(use.weights, dtype)
+        kernels = "expert_topk", "expert_plan", "expert_gemm", "expert_sum"
+        mixtures = [MixtureShape(experts, dtype) for experts in use.experts]
+        checks += [Check(kernel, mixture) for mixture in mixtures for kernel in kernels]
+    return checks
+
+
+def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
+    """Each quantisation at its least and its greatest depth."""
+    checks: list[Check] = []
+    for how in dict.fromkeys(weight.quantisation for weight in weights):
+        by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
+        ends = by_depth[0], by_depth[-1]
+        products = [(_FEW_ROWS, ends[0], False), (MAX_ROWS, ends[1], True)]
+        if multiplies_in_lanes(1, ends[0]):
+            most = profile().max_lane_rows
+            lanes = zip(_LANE_ROWS, ends, strict=True)
+            products += [(min(rows, most), weight, False) for rows, weight in lanes]
+        checks += [
+            Check("skinny_gemm", ProductShape(rows, weight, dtype, biased))
+            for rows, weight, biased in products
+        ]
+    return checks
 
 
 def add_norm(check: Check[NormShape]) -> float:
@@ -53,6 +105,18 @@ def add_norm(check: Check[NormShape]) -> float:
         expected = added, rms_norm(added, weight, EPS, dtype)
         error = max(error, largest(got, expected, TOLERANCE[dtype]))
     return error
+
+
+def timed_add_norm(check: Check[NormShape], loads: Loads) -> list[Pair]:
+    size, dtype = check.shape
+    x, weight = mx.random.normal((loads.rows, size)).astype(dtype), mx.ones(size, dtype)
+    mx.eval(x, weight)
+
+    def unfused() -> object:
+        added = x + x
+        return added, mx.fast.rms_norm(added, weight, EPS)
+
+    return [(lambda: add_rms_norm(x, x, weight, EPS), unfused)]
 
 
 def product(check: Check[ProductShape]) -> float:
@@ -82,8 +146,8 @@ def product(check: Check[ProductShape]) -> float:
 
 
 _ROWS, _MANY_ROWS, _CHOICES = 20, 300, 4
-_PADDING = 2  # rows, the last ones
-# Tiles of many rows, and of few, which take no instructions for matrices.
+_PADDING = 2  # the number of last rows that are padding
+# The pairs of a tile: many, and so few that no matrix instruction multiplies them.
 _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200
@@ -203,14 +267,14 @@ def weighted_sum(check: Check[MixtureShape]) -> float:
 
 
 def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:
-    """All experts in turn for the first quarter of the rows, then the last expert only."""
+    """The choices: all experts in turn for a quarter of the rows, then only the last expert."""
     indices = np.arange(rows * _CHOICES).reshape(rows, _CHOICES) % experts
     indices[rows // 4 :] = experts - 1
     return indices.astype(np.uint32)
 
 
 def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
-    """Order and tiles (metal/expert_plan.metal)."""
+    """The plan that metal/expert_plan.metal makes: the order of the pairs, and the tiles."""
     chosen = indices.astype(np.int64)
     chosen[-_PADDING:] = experts
     pairs = chosen.reshape(-1)

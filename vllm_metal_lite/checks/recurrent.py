@@ -1,4 +1,4 @@
-"""Checks the kernels of recurrent layers on this device.
+"""The kernels of recurrent layers: when a model uses them, their checks, and their timing.
 
 The reference is their fallback, mlx-lm's functions, in float32 on this machine's CPU.  Each check
 runs three steps: prompts, chunks and decodes together, with checkpoints and rows of padding; rows
@@ -6,17 +6,17 @@ that continue these states; and decodes alone, which load no tiles.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, Loads, Pair
 from vllm_metal_lite.checks.values import EPS, ROWS, TOLERANCE, draw, largest, largest_error
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.kernels.store import new_ticket
@@ -24,39 +24,43 @@ from vllm_metal_lite.kv.state_store import Key, StateSpec, StateStore
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, StepRecurrence
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
-from vllm_metal_lite.specs import ConvShape, GatedNormShape, RecurrenceShape
+from vllm_metal_lite.specs import ConvShape, GatedNormShape, KernelUse, RecurrenceShape
 
+# `gated_delta` also computes the state space update.
+_KERNELS = {
+    ConvShape: "causal_conv",
+    RecurrenceShape: "gated_delta",
+    GatedNormShape: "gated_rms_norm",
+}
 _SLOTS, _PADDING = 8, 1
 _KEY: Key = (0, 0)
 _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
 
-class _Segment(NamedTuple):
-    """start: tokens computed before these rows."""
-
-    start: int
-    rows: int
-    state: SegmentState
-
-
+# The tokens of a segment that were computed before, its rows, and its states.
+_Segment = tuple[int, int, SegmentState]
 # A decode, a whole prompt, and a chunk after a state that stays as it is.
-_STEPS = (
+_STEPS: tuple[tuple[_Segment, ...], ...] = (
     (
-        _Segment(4, 1, SegmentState(0, 0)),
-        _Segment(0, 21, SegmentState(EMPTY_SLOT, 3, [(16, 5)])),
-        _Segment(9, 18, SegmentState(1, 4, [(12, 6)])),
+        (4, 1, SegmentState(0, 0)),
+        (0, 21, SegmentState(EMPTY_SLOT, 3, [(16, 5)])),
+        (9, 18, SegmentState(1, 4, [(12, 6)])),
     ),
     (
-        _Segment(21, 1, SegmentState(3, 3)),
-        _Segment(12, 1, SegmentState(6, 6)),
-        _Segment(16, 2, SegmentState(5, 7)),
+        (21, 1, SegmentState(3, 3)),
+        (12, 1, SegmentState(6, 6)),
+        (16, 2, SegmentState(5, 7)),
     ),
-    (_Segment(22, 1, SegmentState(3, 3)), _Segment(18, 1, SegmentState(7, 7))),
+    ((22, 1, SegmentState(3, 3)), (18, 1, SegmentState(7, 7))),
 )
-_NUM_ROWS = [sum(segment.rows for segment in step) + _PADDING for step in _STEPS]
+_NUM_ROWS = [sum(rows for _, rows, _ in step) + _PADDING for step in _STEPS]
 
-# A layer's work in a step of _STEPS, on rows of one type.
+# A function that does a layer's work in a step, given its index in _STEPS and the type of rows.
 LayerStep = Callable[[StepRecurrence, int, mx.Dtype], mx.array]
+
+
+def checks(use: KernelUse) -> list[Check]:
+    return [Check(_KERNELS[type(shape)], shape) for shape in use.recurrences]
 
 
 def convolution(check: Check[ConvShape]) -> float:
@@ -76,7 +80,7 @@ def convolution(check: Check[ConvShape]) -> float:
 
 
 def recurrence(check: Check[RecurrenceShape]) -> float:
-    """With the logits of gates, and with the norm of the delta rule."""
+    """The kernel gets logits of gates; the delta rule also normalises q and k."""
     shape, rng = check.shape, np.random.default_rng(0)
     # Keys have about unit length.  Behind a norm results are small, so values are large instead.  A
     # power of 2 rounds nothing.
@@ -123,8 +127,23 @@ def gated_norm(check: Check[GatedNormShape]) -> float:
     return largest_error(got, expected if shape.gate_first else expected * act, TOLERANCE[dtype])
 
 
+def timed_gated_norm(check: Check[GatedNormShape], loads: Loads) -> list[Pair]:
+    """Timed for the norm before the gate; the other order has as many launches."""
+    shape = check.shape
+    x = mx.random.normal((loads.rows, shape.groups, shape.dim)).astype(shape.dtype)
+    weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(loads.rows, -1), 0)
+    mx.eval(x, weight, z.array)
+
+    def unfused() -> mx.array:
+        return mx.fast.rms_norm(x, weight, EPS) * (x * mx.sigmoid(x))
+
+    fused = partial(gated_rms_norm, x, z, weight, EPS, dim=shape.dim)
+    return [(fused, mx.compile(unfused))]
+
+
 def _compare(work: LayerStep, states: np.ndarray, state_dtype: mx.Dtype, dtype: mx.Dtype) -> float:
-    """The steps by the kernels, and by the reference.  states: of _GIVEN, stored in state_dtype."""
+    """The error of the steps by the kernels.  states: those of the slots _GIVEN, kept in
+    state_dtype."""
     batches, order = list(map(_batch, _STEPS)), SimpleNamespace(ticket=new_ticket())
     state_store, got = _state_store(states, state_dtype), []
     for step, (batch, count) in enumerate(zip(batches, _NUM_ROWS, strict=True)):
@@ -150,7 +169,7 @@ def _compare(work: LayerStep, states: np.ndarray, state_dtype: mx.Dtype, dtype: 
 def _batch(step: tuple[_Segment, ...]) -> ForwardBatch:
     inputs = InputBatch(len(step), 64, block_size=16)
     starts, rows, states = zip(*step, strict=True)
-    seats = [inputs.add([0] * (segment.start + segment.rows), 0) for segment in step]
+    seats = [inputs.add([0] * (start + count), 0) for start, count, _ in step]
     return inputs.pack(np.array(seats), np.array(starts), np.array(rows), states)
 
 

@@ -8,31 +8,34 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from importlib import import_module
 from multiprocessing.connection import Connection
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import speed
 from vllm_metal_lite.checks.check import Check, CheckResult
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.checks.for_model import check_of
+from vllm_metal_lite.errors import one_line, our_fault
+from vllm_metal_lite.kernels.launch import is_of_device
 from vllm_metal_lite.kernels.registry import REGISTRY
 
 
 def run(check: Check, timed: bool = False) -> CheckResult:
-    """timed: also time the kernel, if it is correct, and its fallback."""
-    module, function = REGISTRY[check.kernel].check.split(".")
+    """timed: also time the kernel, if it is correct, and its fallback.
+
+    An error of this package's own code is a failure that says so.
+    """
+    result = CheckResult(check)
     try:
-        checks = import_module(f"vllm_metal_lite.checks.{module}")
-        error = getattr(checks, function)(check)
-    except Exception as e:  # from a compiler or a driver
-        return CheckResult(check, failure=one_line(e))
-    result = CheckResult(check, error)
-    if timed and result.passed:
-        try:
-            return replace(result, speed=speed.measure(check))
-        except Exception:  # for example, a model has left too little memory
+        result = replace(result, error=check_of(REGISTRY[check.kernel])(check))
+        if timed and result.passed:
+            result = replace(result, speed=speed.measure(check))
+    except Exception as e:
+        if not is_of_device(e):
+            return replace(result, failure=our_fault(e))
+        if result.passed:  # the timing failed: for example, a model has left too little memory
             return replace(result, timing_failed=True)
+        return replace(result, failure=one_line(e))
     return result
 
 

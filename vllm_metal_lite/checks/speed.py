@@ -3,26 +3,27 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import fallbacks
-from vllm_metal_lite.checks.check import Check, Speed
-from vllm_metal_lite.checks.fallbacks import Pair, Work
+from vllm_metal_lite.checks.check import Check, Loads, Pair, Speed, Work
+from vllm_metal_lite.checks.for_model import timing_of
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.registry import REGISTRY
 
-# Calls of a candidate in a round.
+# How often a round calls a candidate.
 _CALLS = 4
-# Seconds of a slow candidate: the check, with its timing, must end before isolated.DEADLINE.
+# A slow candidate takes about this many seconds in all.  The check and its timing must end before
+# isolated.DEADLINE.
 _ENOUGH = 2.0
-# Copies in a row, which keep the device busy.
+_LOADS = Loads()
+# How many copies follow each other, so that the device stays busy.
 _CHAIN = 5
 
 
-def measure(check: Check) -> Speed | None:
+def measure(check: Check, loads: Loads = _LOADS) -> Speed | None:
     """None if nothing replaces the kernel alone, or if another check times it."""
-    name = REGISTRY[check.kernel].timed_against
-    if not name or check.beside:
+    row = REGISTRY[check.kernel]
+    if not row.timed or check.beside:
         return None
-    pairs: list[Pair] = getattr(fallbacks, name)(check)
+    pairs = timing_of(row)(check, loads)
     found = _speed(pairs)
     # A slow kernel is timed twice, because something else may have used the device.
     return min(found, _speed(pairs), key=lambda speed: speed.ratio) if found.is_slow else found

@@ -7,7 +7,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.store import LayerStore
-from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, quantised
+from vllm_metal_lite.kernels.weight_formats import QuantisedWeight, Weight, quantised
 from vllm_metal_lite.specs import Quantisation
 
 # The epsilon of norms.
@@ -28,14 +28,14 @@ def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 
 
 def padded(rows: np.ndarray) -> np.ndarray:
-    """One more row, of padding: zeros."""
+    """The rows, and a row of padding: zeros."""
     return np.concatenate([rows, np.zeros_like(rows[:1])])
 
 
 def draw_weight(
     rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype, how: Quantisation | None
 ) -> tuple[Weight, np.ndarray]:
-    """A weight (.., outputs, depth), quantised if `how` says so, and its values."""
+    """A weight (.., outputs, depth), and its values.  how: its quantisation, or None."""
     values = rounded(draw(rng, dims, dtype) / dims[-1] ** 0.5, dtype)
     plain = mx.array(values).astype(dtype)
     if how is None:
@@ -69,7 +69,7 @@ def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, dtype: mx.Dtype) -> np.ndarray:
-    """Rounded where MLX's own norm rounds."""
+    """The norm of x, rounded where MLX rounds."""
     square = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
     return rounded(rounded(x / np.sqrt(square + eps), dtype) * weight, dtype)
 
@@ -106,7 +106,8 @@ def largest(
 
 
 def store_error(store: LayerStore, expected: Sequence[np.ndarray], rounding: float = 0.0) -> float:
-    """The larger error of K and V in a store.  rounding: the rows' own, before they are stored."""
+    """The larger error of K and V in a store.  rounding: the error that the rows may have before
+    they are stored."""
     spec, errors = store.spec, []
     formats, arrays = (spec.k_row, spec.v_row), (store.keys, store.values)
     for row, array, rows in zip(formats, arrays, expected, strict=True):

@@ -75,9 +75,9 @@ def _recall(found: Findings, check: Check) -> CheckResult | None:
 def _verdict(
     use: KernelUse, results: Sequence[CheckResult], remarks: Mapping[Check, str]
 ) -> Verdict:
-    """remarks: text to append to a failure's message."""
+    """remarks: check -> text that is appended to the message of its failure."""
     failures: dict[str, str] = {}
-    varlen = 0  # shapes whose prompts the kernel serves, and serves faster
+    varlen = 0  # the number of shapes whose prompts the kernel computes faster
     for result in results:
         speed, remark = result.speed, remarks.get(result.check, "")
         if not result.passed:

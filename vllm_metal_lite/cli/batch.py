@@ -42,41 +42,24 @@ class Job:
     checkpoints: Any
 
 
-class BadLine(RequestError):
-    """An invalid line.  id: the line's own id, if parsing got that far."""
-
-    def __init__(self, message: str, id: str | int | float) -> None:
-        super().__init__(message)
-        self.id = id
-
-
-def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
-    """Read a line; raises BadLine.
-
-    number: the id of a line that has none.  defaults: SamplingParams fields.
-    """
-    job_id: Any = number
-    try:
-        entry = _load(line)
-        job_id = _id(entry.pop("id", None), number)
-        entry = {name: whole(value) for name, value in entry.items()}
-        priority, checkpoints = entry.pop("priority", 0), entry.pop("checkpoints", ())
-        prompts = {name: entry.pop(name) for name in _PROMPTS if name in entry}
-        if len(prompts) != 1:
-            raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
-        if unknown := entry.keys() - rules_of(SamplingParams).keys():
-            raise RequestError(f"unknown field {show(min(unknown))}")
-        if "logit_bias" in entry:
-            entry["logit_bias"] = by_token_id(entry["logit_bias"])
-        params = SamplingParams(**{**defaults, **entry})
-        is_chat = "messages" in prompts
-        prompt = prompts["messages"] if is_chat else prompts
-        return Job(job_id, prompt, is_chat, params, priority, checkpoints)
-    except (MetalLiteError, RecursionError) as e:
-        raise BadLine(str(e), job_id) from None
+def job_of(entry: dict[str, Any], job_id: Any, defaults: Mapping[str, Any]) -> Job:
+    """The job of a line without its id; raises RequestError.  defaults: SamplingParams fields."""
+    entry = {name: whole(value) for name, value in entry.items()}
+    priority, checkpoints = entry.pop("priority", 0), entry.pop("checkpoints", ())
+    prompts = {name: entry.pop(name) for name in _PROMPTS if name in entry}
+    if len(prompts) != 1:
+        raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
+    if unknown := entry.keys() - rules_of(SamplingParams).keys():
+        raise RequestError(f"unknown field {show(min(unknown))}")
+    if "logit_bias" in entry:
+        entry["logit_bias"] = by_token_id(entry["logit_bias"])
+    params = SamplingParams(**{**defaults, **entry})
+    is_chat = "messages" in prompts
+    prompt = prompts["messages"] if is_chat else prompts
+    return Job(job_id, prompt, is_chat, params, priority, checkpoints)
 
 
-def _load(line: bytes) -> dict[str, Any]:
+def read_line(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as e:
@@ -90,7 +73,7 @@ def _load(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _id(value: Any, number: int) -> str | int | float:
+def id_of(value: Any, number: int) -> str | int | float:
     """The id of a line, which must be representable as JSON in UTF-8."""
     if value is None:
         return number
@@ -206,12 +189,15 @@ class Batch:
                 return
             position, self._num_read = self._num_read, self._num_read + 1
             number, content = line
+            job_id: Any = number
             try:
-                job = parse_line(content, number, self._defaults)
+                entry = read_line(content)
+                job_id = id_of(entry.pop("id", None), number)
+                job = job_of(entry, job_id, self._defaults)
                 self._add(str(number), job)
-            except MetalLiteError as e:
-                job_id = e.id if isinstance(e, BadLine) else job.id
-                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}")
+            except (MetalLiteError, RecursionError) as e:
+                why = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else str(e)
+                self._refuse(position, job_id, f"line {number}: {why}")
             else:
                 self._jobs[str(number)] = position, job
 

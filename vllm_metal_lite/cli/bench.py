@@ -8,25 +8,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite import benchmark
-from vllm_metal_lite.benchmark import SETTLED, WARM_UPS, Engine, Load, Metrics, drive
-from vllm_metal_lite.cli import log, machine, options, shared_report
+from vllm_metal_lite.benchmark import SETTLED, WARM_UPS, Engine, Load, Metrics
+from vllm_metal_lite.cli import log, options, shared_report
 from vllm_metal_lite.cli.files import check_writable, write_json
 from vllm_metal_lite.cli.startup import build_engine, load_model
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, RequestError, one_line
-from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler import Scheduler
 
 # (heading, field of a report, factor, whether more is better)
 COLUMNS = (
@@ -34,13 +30,13 @@ COLUMNS = (
     ("prompt tokens/s", "prompt_rate", 1, True),
     ("decode tokens/s", "decode_rate", 1, True),
 )
-_WIDTH = 9  # of a number in the table
-_WARM_UP_TOKENS = 128  # the most of the first prompt, which no case counts
-_MOST_TURNS = WARM_UPS + 3  # of a case
+_WIDTH = 9  # characters of a number in the table
+_WARM_UP_TOKENS = 128  # tokens of the warm-up's prompt, if no case is shorter
+_MOST_TURNS = WARM_UPS + 3  # turns of a case
 _CASE_SHARE = 1 / 40  # the share of the time limit after which a case gets no further turn
-_MOST_TOKENS = 1 << 22  # of prompts, and of answers, for which the scheduler is asked
 
-Row = dict[str, Any]  # of a case in the report
+Case = tuple[int, int]  # (requests that arrive together, tokens of each prompt)
+Row = dict[str, Any]  # the result of a case, as the report has it
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,15 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
     model = load_model(args.model, config, log.say)
     limit = min(config.max_model_len or model.max_position, model.max_position)
-    cases = make_cases(args.requests, args.context, args.new_tokens, limit, config)
-    longest = max(case.context for case in cases)
+    cases, room = make_cases(args.requests, args.context, args.new_tokens, limit, config)
+    longest = max(context for _, context in cases)
     if longest < max(args.context):
         log.say(
             f"Contexts are cut to {longest:,} tokens: prompt and answer must fit the "
             f"{limit:,} tokens of the context"
         )
-    needed = max(case.context + case.max_tokens for case in cases)
-    config = replace(config, max_model_len=config.max_model_len or needed)
+    config = replace(config, max_model_len=config.max_model_len or longest + room)
     engines: dict[str, Callable[[int], Engine]] = {}
     if args.compare:
         engines["mlx_lm"] = benchmark.mlx_lm(model)
@@ -81,17 +76,17 @@ def run(args: argparse.Namespace) -> int:
     engines = {"ours": lambda requests: ours, **engines}
 
     report = shared_report.new_report("bench")
-    for line in machine.describe(report["machine"]):
+    for line in shared_report.describe_machine(report["machine"]):
         log.say(line)
     log.say(
         f"Measuring for at most {args.seconds:g} s.  Prompts are random.  A warm-up compiles "
         "kernels and is not counted.  Ctrl-C stops and shows the results so far."
     )
-    capacity = engine.kv_groups[0].num_blocks * config.block_size
     with DeferredInterrupt(partial(log.say, log.STOPPING)) as interrupt:
-        suite = Suite(
-            engines, model, args.new_tokens, capacity, args.seconds, lambda: interrupt.pressed
-        )
+        capacity = engine.kv_groups[0].num_blocks * config.block_size
+        tokens = benchmark.vocabulary(model)
+        stop = lambda: interrupt.pressed  # noqa: E731
+        suite = Suite(engines, tokens, args.new_tokens, room, capacity, args.seconds, stop)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
             suite.run(cases)
         interrupted = interrupt.pressed
@@ -115,100 +110,66 @@ def run(args: argparse.Namespace) -> int:
     return 130 if interrupted else int(suite.failed)
 
 
-class BenchCase(NamedTuple):
-    """`requests` prompts of `context` tokens each that arrive together, with `max_tokens` each."""
-
-    requests: int
-    context: int
-    max_tokens: int
-
-
 def make_cases(
     requests: Sequence[int],
     contexts: Sequence[int],
     new_tokens: int,
     limit: int,
     config: EngineConfig,
-) -> list[BenchCase]:
-    """Every pair of a number of requests and a context, the fewest prompt tokens first.
+) -> tuple[list[Case], int]:
+    """Every pair of a number of requests and a context, the fewest prompt tokens first; and the
+    room for new tokens that each request needs.
 
-    A context that leaves no room for new tokens below `limit` is cut.  Raises RequestError if no
-    token of a prompt fits.
+    A context that leaves less room below `limit` is cut.  Raises RequestError if no token of a
+    prompt fits.
     """
-
-    def max_tokens(count: int, context: int) -> int:
-        return SETTLED + new_tokens + tokens_ahead(count, context, config)
-
-    wanted = [(count, min(context, limit)) for count in requests for context in contexts]
-    longest = max(max_tokens(*pair) for pair in wanted)
-    room = limit - longest
-    if room < 1:
+    largest = max(requests), min(max(contexts), limit)
+    room = SETTLED + new_tokens + benchmark.tokens_ahead(*largest, config, limit)
+    if room >= limit:
         raise RequestError(
-            f"--new-tokens {new_tokens} needs {longest} tokens beside a prompt: more than the "
+            f"--new-tokens {new_tokens} needs {room} tokens beside a prompt: more than the "
             f"context of {limit} tokens holds"
         )
-    pairs = {(count, min(context, room)) for count, context in wanted}
-    cases = [BenchCase(*pair, min(max_tokens(*pair), limit - pair[1])) for pair in pairs]
-    return sorted(cases, key=lambda case: (case.requests * case.context, case.requests))
-
-
-@cache
-def tokens_ahead(count: int, context: int, config: EngineConfig) -> int:
-    """How many tokens the first of `count` prompts has when the last one gets its first."""
-    if count * context > _MOST_TOKENS:
-        return 0
-    # With a window of one token, and a step's blocks for each request, the store is no limit.
-    blocks = count * (config.max_num_batched_tokens // config.block_size + 2)
-    config = replace(config, enable_prefix_caching=False)
-    scheduler = Scheduler(config, [KVGroup(window=1, num_blocks=blocks)], 2 * _MOST_TOKENS)
-    ahead, queue = 0, [Request(str(i), range(context), _MOST_TOKENS) for i in range(count)]
-    for request in queue:
-        scheduler.add(request)
-    # With more requests than tokens of a step, the last ones wait until others end.
-    while (scheduler.waiting or scheduler.partials) and ahead * count < _MOST_TOKENS:
-        step = scheduler.schedule()
-        scheduler.advance(step)
-        scheduler.update(step, [0] * len(step.terminal), {})
-        ahead = queue[0].num_tokens - context
-    return ahead
+    cases = {(count, min(context, limit - room)) for count in requests for context in contexts}
+    return sorted(cases, key=lambda case: (case[0] * case[1], case)), room
 
 
 @dataclass
 class Suite:
     """Measures cases within a time limit: the engines in turns, each case several times.
 
-    engines: by their names in the report, for a number of requests.  new_tokens: of each request,
-    counted.  capacity: tokens that the KV store holds.  seconds: the time limit.
-    stop: whether to end early, asked between steps.  failed: whether an engine failed in a case.
+    engines: makes an engine for a number of requests, by the engine's name in the report.
+    vocabulary: the token ids that prompts are drawn from.  new_tokens: counted tokens of each
+    request.  room: the most new tokens of a request.  capacity: the tokens that the KV store holds.
+    seconds: the time limit.  stop: asked between steps whether to end early.
+    failed: whether an engine failed in a case.
     """
 
     engines: Mapping[str, Callable[[int], Engine]]
-    model: LoadedModel
+    vocabulary: np.ndarray
     new_tokens: int
+    room: int
     capacity: int
     seconds: float
     stop: Callable[[], bool]
-    rows: list[Row] = field(init=False, default_factory=list)
-    failed: bool = field(init=False, default=False)
+    rows: list[Row] = field(default_factory=list)
+    failed: bool = False
 
-    def run(self, cases: Sequence[BenchCase]) -> None:
+    def run(self, cases: Sequence[Case]) -> None:
         """Fill `rows`.  An engine's failure ends its case alone; that of the warm-up raises
         MetalLiteError."""
-        self._tokens = benchmark.vocabulary(self.model)
         self._random = np.random.default_rng(0)
         self._deadline = time.perf_counter() + self.seconds
-        shortest = min(case.context for case in cases)
-        warm_up = cases[0]._replace(requests=1, context=min(_WARM_UP_TOKENS, shortest))
-        self._turn(warm_up, "warm-up")
-        for case in cases:
+        self._turn((1, min(_WARM_UP_TOKENS, *(context for _, context in cases))), "warm-up")
+        for count, context in cases:
             if self.stop():
                 break
-            row = {"requests": case.requests, "context": case.context}
-            self.rows.append(row | self._measure(case))
+            row = {"requests": count, "context": context}
+            self.rows.append(row | self._measure((count, context)))
         log.clear()
 
-    def _measure(self, case: BenchCase) -> Row:
-        need = case.requests * (case.context + case.max_tokens)
+    def _measure(self, case: Case) -> Row:
+        need = case[0] * (case[1] + self.room)
         if need > self.capacity:
             why = f"needs K and V of {need:,} tokens, and the memory holds {self.capacity:,}"
             return {"skipped": why}
@@ -230,20 +191,21 @@ class Suite:
             return summary(turns)
         return {"skipped": "stopped" if self.stop() else "did not end within the time limit"}
 
-    def _is_over(self) -> bool:
-        return time.perf_counter() > self._deadline or self.stop()
-
-    def _turn(self, case: BenchCase, note: str) -> dict[str, Metrics] | None:
+    def _turn(self, case: Case, note: str) -> dict[str, Metrics] | None:
         """Run every engine once, on the same prompts; None if stopped before the last result."""
-        count, context, max_tokens = case
-        prompts = self._random.choice(self._tokens, (count, context)).tolist()
-        load = Load(prompts, [max_tokens] * count, [SETTLED + self.new_tokens] * count)
+        count, context = case
+        prompts = self._random.choice(self.vocabulary, case).tolist()
+        load = Load(prompts, [self.room] * count, [SETTLED + self.new_tokens] * count)
         turn = {}
         for key, engine in self.engines.items():
             name = key.replace("_", "-")
             log.progress(f"{name}: {count} x {context:,} tokens, {note}")
             try:
-                run = drive(engine(count), load, self._is_over)
+                run = benchmark.drive(
+                    engine(count),
+                    load,
+                    lambda: time.perf_counter() > self._deadline or self.stop(),
+                )
             except RuntimeError as e:  # MLX's error for everything
                 raise MetalLiteError(f"{name} fails: {one_line(e)}") from e
             if not all(run.times):

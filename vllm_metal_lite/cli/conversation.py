@@ -28,8 +28,11 @@ class Turn:
 
     @property
     def end(self) -> str:
-        """Why the answer ended: "stop"; a limit, "context" or "max_tokens"; or Ctrl-C, "stopped",
-        or "dropped" before the first token."""
+        """Why the answer ended.
+
+        "stop": the model ended it.  "context" and "max_tokens": it reached this limit.
+        "stopped" and "dropped": Ctrl-C came, after or before the first token.
+        """
         answer = self.output.outputs[0]
         if answer.finish_reason == "length":
             num_tokens = len(self.output.prompt_token_ids) + len(answer.token_ids)

@@ -26,14 +26,8 @@ from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.errors import MetalLiteError, one_line, show
 
 _DIRECT = build_opener(ProxyHandler({}))  # a proxy does not know our loopback
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How to start an agent.  command: before the user's own arguments.  env: added variables."""
-
-    command: list[str]
-    env: dict[str, str]
+# How to start an agent: the command without the user's arguments, and added variables.
+Setup = tuple[list[str], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ def claude(model: ServedModel) -> Setup:
     if model.context is not None:
         env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(model.context)
     settings = json.dumps({"env": env})
-    return Setup(["claude", "--settings", settings], {"ANTHROPIC_AUTH_TOKEN": model.key})
+    return ["claude", "--settings", settings], {"ANTHROPIC_AUTH_TOKEN": model.key}
 
 
 def codex(model: ServedModel) -> Setup:
@@ -86,7 +80,7 @@ def codex(model: ServedModel) -> Setup:
     if model.context is not None:
         settings["model_context_window"] = str(model.context)
     flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-    return Setup(["codex", *flags], {"METAL_LITE_AGENT_KEY": model.key})
+    return ["codex", *flags], {"METAL_LITE_AGENT_KEY": model.key}
 
 
 def opencode(model: ServedModel) -> Setup:
@@ -110,7 +104,7 @@ def opencode(model: ServedModel) -> Setup:
     name = f"metal-lite/{model.name}"
     providers["metal-lite"] = provider
     config |= {"provider": providers, "model": name, "small_model": name}
-    return Setup(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+    return ["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 AGENTS: dict[str, tuple[Callable[[ServedModel], Setup], str]] = {
@@ -145,16 +139,16 @@ def run(args: argparse.Namespace) -> int:
         start = shlex.join(["vllm-metal-lite", *serve])
         log.say(f"No server runs at {url}; start one first: {start}")
     if args.print:  # for a shell
-        setup = make(running or ServedModel(url, options.name_of(source), None, key))
-        env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
-        print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
+        command, env = make(running or ServedModel(url, options.name_of(source), None, key))
+        words = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+        print(" \\\n  ".join([*words, shlex.join([*command, *args.agent_args])]))
         return 0
     for number in signal.SIGTERM, signal.SIGHUP:  # so that the agent and the server end, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with nullcontext(running) if running else _started(url, key, args.model, serve) as model:
-        setup = make(model)
-        command = [str(program), *setup.command[1:], *args.agent_args]
-        with _process(command, 5, env={**os.environ, **setup.env}) as agent:
+        command, env = make(model)
+        command = [str(program), *command[1:], *args.agent_args]
+        with _process(command, 5, env={**os.environ, **env}) as agent:
             # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:

@@ -21,7 +21,7 @@ class _Lines(logging.Handler):
     _open = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # nobody reads stderr: the line is lost, and the work continues
+        with suppress(OSError):  # if stderr is closed, the line is lost and the work continues
             self._show(record)
 
     def _show(self, record: logging.LogRecord) -> None:
@@ -50,7 +50,10 @@ clear = _lines.clear
 
 
 def say(text: str, style: str = "{}") -> None:
-    """Print text for people instead of the line of progress.  style: {} is the text."""
+    """Print text for people in place of the line of progress.
+
+    style: a format; {} is the text.
+    """
     clear()
     print(style.format(text), file=sys.stderr, flush=True)
 

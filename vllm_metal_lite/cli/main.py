@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    with suppress(OSError):  # nobody reads stderr
+    with suppress(OSError):  # stderr is closed
         log.say("error: " + message.replace("\n", " "))
     return code
 

@@ -117,7 +117,7 @@ def _is_candidate(folder: Path) -> bool:
 
 
 def describe(found: Entry) -> Entry:
-    """Everything that is known of a model."""
+    """All facts of a model that was found."""
     if found["path"] is None:
         return found
     entry = dict(found)
@@ -173,14 +173,14 @@ def _bits(folder: Path, quantization: dict[str, Any] | None) -> list[int]:
 
 
 def _reason(e: MetalLiteError | OSError, name: str) -> str:
-    """The reason alone: the name stands beside it."""
+    """The reason without the model's name, which the list shows anyway."""
     message = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else one_line(e)
     return message.removeprefix(f"{name}: ").removeprefix("cannot load this model: ")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Print no warnings: they concern only users who load the model."""
+    """Print no warnings, because they concern only users that load the model."""
     logging.disable(logging.WARNING)
     try:
         with redirect_stdout(io.StringIO()):
@@ -190,7 +190,7 @@ def _quiet() -> Iterator[None]:
 
 
 def table(entries: Sequence[Entry]) -> Iterator[str]:
-    """Lines.  Names of files and words of configurations cannot control the terminal."""
+    """Lines for people.  Names of files and words of configurations cannot control the terminal."""
     rows = [_HEADINGS, *(_cells(entry) for entry in entries if entry["supported"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

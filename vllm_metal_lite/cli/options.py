@@ -1,13 +1,14 @@
 """The flags that the commands share, and their conversion to EngineConfig and SamplingParams.
 
-Every flag is named after its field (`--top-k` sets `top_k`), so the tables below define all flags.
+Every flag is named after its field: `--top-k` sets `top_k`.  The fields' annotations say their
+metavar and their help (`rules.Flag`).
 Nothing here imports MLX: a bad value is refused before a model is loaded.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line, show
-from vllm_metal_lite.rules import Rule, integer, rules_of
+from vllm_metal_lite.rules import Flag, Rule, flags_of, integer
 from vllm_metal_lite.sampling_params import SamplingParams
 
 R = TypeVar("R")
 
-# Of `serve`, where they are not EngineConfig's.
+# Defaults of `serve` that differ from EngineConfig's.
 SERVER_DEFAULTS: dict[str, Any] = {"max_num_seqs": 32, "max_step_seconds": 0.5}
-GENERATED_TOKENS = 256  # max_tokens of `generate`, by default
+GENERATED_TOKENS = 256  # the default max_tokens of `generate`
 
 
 class UsageError(MetalLiteError):
@@ -55,70 +56,24 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _allowed(field: str) -> str:
-    return rules_of(EngineConfig)[field].allowed
-
-
-# (field, metavar, help) of EngineConfig; its rules have the allowed values.
-_ENGINE = (
-    ("block_size", "N", f"tokens per block of the KV store: {_allowed('block_size')}"),
-    ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
-    ("max_num_seqs", "N", "requests that run at the same time"),
-    ("max_num_batched_tokens", "N", "most tokens of one step"),
-    ("max_model_len", "N", "longest context in tokens (default: the model's own)"),
-    ("long_prefill_token_threshold", "N", "most prompt tokens of a request in a step; 0: any"),
-    ("max_step_seconds", "S", "how long a step may take where others wait; 0: any time"),
-    ("prefill_policy", "NAME", f"prompts beside decodes: {_allowed('prefill_policy')}"),
-    ("memory_fraction", "F", "share of the memory to use (default: a safe value)"),
-    ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
-    ("prefix_disk_gib", "N", "GiB on the disk for prefixes that survive a restart"),
-    ("dtype", "NAME", _allowed("dtype")),
-    ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
-    ("attention", "NAME", f"{_allowed('attention')}; auto: on a GPU, kernels that pass checks"),
-    ("speculate", "NAME", f"{_allowed('speculate')}: several tokens a step where text repeats"),
-    ("seed", "N", "seed of requests that have none of their own"),
-)
-# As above, for SamplingParams.
-_SAMPLING = (
-    ("temperature", "T", "0: always the most likely token"),
-    ("top_k", "N", "only the N most likely tokens; 0: all"),
-    ("top_p", "P", "only the most likely tokens that together have probability P"),
-    ("min_p", "P", "only tokens at least P times as likely as the most likely one"),
-    ("repetition_penalty", "X", "above 1: tokens seen before become less likely"),
-    ("presence_penalty", "X", "-2 to 2; above 0: tokens of the answer so far become less likely"),
-    ("frequency_penalty", "X", "the same, times how often a token occurs"),
-)
-# As above, for ServerConfig.
-_SERVER = (
-    ("host", "ADDRESS", "address to listen on; any address but loopback needs an API key"),
-    ("port", "N", "port to listen on; 0: any free port"),
-    ("api_key", "KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
-    ("max_body_mib", "N", "largest request in MiB"),
-    ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
-    ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
-    ("drain", "S", "seconds that running requests may take when the server stops"),
-    ("keep_alive", "S", "seconds without a token, after which a stream gets a keep-alive event"),
-    ("memory_budget_gib", "N", "GiB for all models together (default: a safe value)"),
-)
-# As above, for flags that may come several times; their names are singular.
-_REPEATED = (
-    ("models", "[NAME=]MODEL", "one more model, loaded when a request names it"),
-    ("pin", "NAME", "load this model at the start, and never unload it"),
-    (
-        "chat_formats",
+# Flags of `serve` that may come several times; their names are singular.
+_REPEATED = {
+    "models": Flag("[NAME=]MODEL", "one more model, loaded when a request names it"),
+    "pin": Flag("NAME", "load this model at the start, and never unload it"),
+    "chat_formats": Flag(
         "[NAME=]FORMAT",
-        "how a model writes thoughts and tool calls, if its chat "
-        "template does not show it: hermes, qwen3_coder, ...",
+        "how a model writes thoughts and tool calls, if its chat template does not show it: "
+        "hermes, qwen3_coder, ...",
     ),
-    ("allowed_hosts", "NAME", "also accept this name in the Host header"),
-    ("allowed_origins", "ORIGIN", "web pages of this origin may call the server; *: any"),
-)
+    "allowed_hosts": Flag("NAME", "also accept this name in the Host header"),
+    "allowed_origins": Flag("ORIGIN", "web pages of this origin may call the server; *: any"),
+}
 _TEXTS = ("host", "api_key")  # kept as text, even if they look like numbers
 
 
-def _add(group: Any, rows: Iterable[tuple[str, str, str]], defaults: object = None) -> None:
-    """Add a flag for each row; defaults: an object with the fields."""
-    for field, metavar, text in rows:
+def _add(group: Any, flags: Mapping[str, Flag], defaults: object = None) -> None:
+    """Add the flags of these fields; defaults: an object with the fields."""
+    for field, (metavar, text) in flags.items():
         default = getattr(defaults, field, None)
         if default is not None:
             shown = f"{default:g}" if isinstance(default, float) else default
@@ -136,22 +91,22 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = 
 
 def local(name: str) -> Path | None:
     """The file or folder of this name; None if there is none."""
-    with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
+    with suppress(OSError, RuntimeError, ValueError):  # the name is too long, for example
         path = Path(name).expanduser()
         return path if name and path.exists() else None
     return None
 
 
 def name_of(source: str) -> str:
-    """The name under which `serve` offers a model: the folder's, or the one on the Hub."""
+    """The name under which `serve` offers a model: the folder's name, or the name on the Hub."""
     path = local(source) if source != "demo" else None
     return path.resolve().name if path is not None else source
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the engine's flags; defaults: those of this command that are not EngineConfig's."""
+    """Add the engine's flags; defaults: those of this command that differ from EngineConfig's."""
     group = parser.add_argument_group("engine options")
-    _add(group, _ENGINE, EngineConfig(**defaults))
+    _add(group, flags_of(EngineConfig), EngineConfig(**defaults))
     text = "compute every prompt from its first token"
     group.add_argument(
         "--no-prefix-caching", dest="enable_prefix_caching", action="store_false", help=text
@@ -167,7 +122,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def checked(make: Callable[..., R], given: dict[str, Any], spell: Callable[[str], str]) -> R:
-    """A record of options; UsageError, with the names as `spell` has them, if one is bad."""
+    """Make a record of options.  Raises UsageError, with the options spelled by `spell`."""
     try:
         return make(**given)
     except MetalLiteError as e:
@@ -178,7 +133,7 @@ def serve_flags(config: EngineConfig) -> list[str]:
     """The flags that give `serve` this configuration."""
     defaults = EngineConfig(**SERVER_DEFAULTS)
     flags = []
-    for field, *_ in _ENGINE:
+    for field in flags_of(EngineConfig):
         value = getattr(config, field)
         if value != getattr(defaults, field):
             flags += [flag(field), str(value)]
@@ -190,13 +145,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `serve`."""
     from vllm_metal_lite.server.settings import ServerConfig
 
-    for field, metavar, text in _REPEATED:
+    for field, (metavar, text) in _REPEATED.items():
         text = f"{text}; repeatable"
         parser.add_argument(flag(field), dest=field, action="append", metavar=metavar, help=text)
     parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--log-requests", action="store_true", help="print a line a request")
-    _add(parser.add_argument_group("server options"), _SERVER, ServerConfig())
+    group = parser.add_argument_group("server options")
+    _add(group, flags_of(ServerConfig), ServerConfig())
 
 
 def add_number(
@@ -212,10 +168,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
     group = parser.add_argument_group(
         "sampling options", "The defaults are the model's own (generation_config.json)."
     )
-    _add(group, _SAMPLING)
     same = "seed: the same tokens for the same prompt, whatever else runs"
     longest = f"longest answer (default: {max_tokens})"
-    _add(group, [("max_tokens", "N", longest), ("sample_seed", "N", same)])
+    more = {"max_tokens": Flag("N", longest), "sample_seed": Flag("N", same)}
+    _add(group, flags_of(SamplingParams) | more)
     text = "end an answer before TEXT; repeatable"
     group.add_argument("--stop", action="append", metavar="TEXT", help=text)
     text = 'form of the answers, such as \'{"choice": ["yes", "no"]}\''
@@ -224,7 +180,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The SamplingParams fields set by flags; UsageError if one is out of range."""
-    fields = [field for field, *_ in _SAMPLING] + ["max_tokens", "stop", "structured_outputs"]
+    fields = [*flags_of(SamplingParams), "max_tokens", "stop", "structured_outputs"]
     given = {"seed": args.sample_seed, **{field: getattr(args, field) for field in fields}}
     given = {field: value for field, value in given.items() if value is not None}
     checked(SamplingParams, given, lambda f: flag("sample_seed" if f == "seed" else f))
@@ -233,14 +189,17 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def flag(field: str) -> str:
     """A field's flag, as the user types it."""
-    is_repeated = any(field == name for name, *_ in _REPEATED)
-    return "--" + (field.removesuffix("s") if is_repeated else field).replace("_", "-")
+    return "--" + (field.removesuffix("s") if field in _REPEATED else field).replace("_", "-")
 
 
 def engine_flag(field: str) -> str:
     """The name of a field in error messages: its flag if there is one, else the field's name."""
-    known = {*rules_of(EngineConfig), *(name for name, *_ in (*_SERVER, *_REPEATED))}
-    return flag(field) if field in known else field
+    kinds: list[Any] = [EngineConfig]
+    with suppress(ModuleNotFoundError):  # the server is optional
+        from vllm_metal_lite.server.settings import ServerConfig
+
+        kinds.append(ServerConfig)
+    return flag(field) if field in {f.name for kind in kinds for f in fields(kind)} else field
 
 
 def _value(text: str) -> int | float | str:

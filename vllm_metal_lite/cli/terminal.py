@@ -31,28 +31,30 @@ class Terminal:
         self._readline = _readline() if self.interactive else None
 
     def write(self, text: str) -> None:
-        """A part of an answer."""
+        """Write a part of an answer to stdout."""
         if self._filter:
             text = text.translate(_CONTROLS)
         sys.stdout.write(text)
         sys.stdout.flush()
 
     def notice(self, text: str) -> None:
-        """Something the user should know, on stderr."""
+        """Show something that the user should know, on stderr."""
         if self.interactive:
             log.say(text)
 
     def status(self, text: str) -> None:
-        """Less important than a notice: printed dim."""
+        """Show something less important than a notice, in dim text."""
         if self.interactive:
             log.say(text, self._dim)
 
     def read_all(self) -> str:
-        """All of stdin as one message."""
+        """Read all of stdin as one message."""
         return sys.stdin.read().strip()
 
     def read_message(self) -> str | None:
-        """One message; a backslash at the end of a line continues it.  None: end of input.
+        """Read one message; None at the end of the input.
+
+        A backslash at the end of a line continues the message in the next line.
 
         Pasted text keeps its line breaks within one message, if readline detects pastes.
 

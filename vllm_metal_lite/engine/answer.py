@@ -19,8 +19,9 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
-    bad_words: token ids of the texts that must not appear.  constraint: what else limits the
-    tokens.  pooling: set if the request only reads its prompt.
+    bad_words: the token ids of the texts that must not appear.
+    constraint: a grammar or another object that limits the tokens.
+    pooling: the parameters of a request that only reads its prompt.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.bad_words, self.constraint, self.pooling = bad_words, constraint, pooling
-        # Their log-probabilities become the `pooled` of the result.
+        # The log-probabilities of these tokens become the result's `pooled`.
         self.score_token_ids = () if pooling is None else pooling.score_token_ids or ()
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
@@ -52,7 +53,7 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids
             )
-        # Searches for stop strings; None without any.
+        # Searches for stop strings; None if the request has none.
         self._stop_finder = self._detokenizer if params.stop_strings else None
         if self._detokenizer and not self._stop_finder:
             self.output.text = self._detokenizer.text  # a method: text is made when read
@@ -62,26 +63,24 @@ class Answer:
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """First prompt position that still scores the next token; None: none requested."""
+        """The first prompt position whose next token has no score yet; None if none are wanted."""
         scored = self.result.prompt_logprobs
         if scored is None or self.output.index != 0:
             return None
         return len(scored) - 1
 
-    def report_cached(self) -> None:
+    def report_cached(self, num_restored: int) -> None:
         """Report how much of the prompt was cached.  All answers of a request share the prompt, so
-        only the first answer reports it."""
+        only the first answer reports it.  num_restored: the cached tokens that the disk brought."""
         if self.output.index == 0:
-            request = self.request
-            self.result.num_cached_tokens = request.num_cached_tokens
-            restored = min(request.num_restored_tokens, request.num_cached_tokens)
-            self.result.num_restored_tokens = restored
+            self.result.num_cached_tokens = self.request.num_cached_tokens
+            self.result.num_restored_tokens = num_restored
 
     def take(self, result: StepResult, rows: range) -> bool:
         """Take the tokens of a step's rows; True when one ends the answer."""
         try:
             return self._take(result, rows)
-        except Exception as e:  # no other answer of the step must end
+        except Exception as e:  # the other answers of the step must continue
             self.abort(f"the answer cannot be recorded: {one_line(e)}")
             return True
 
@@ -106,11 +105,11 @@ class Answer:
     def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
         tokens = self._token_ids
-        # Before min_tokens only a grammar that is over lets the sampler draw a stop token.
+        # Before min_tokens the sampler draws a stop token only if a grammar has ended.
         if token_id in self._stop_ids:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output
-            self._end_text(len(tokens) + 1 - hidden)  # before another thread can read the token
+            self._end_text(len(tokens) + 1 - hidden)  # before another thread can see the token
             tokens.append(token_id)
             return self._stops() or self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)
@@ -144,7 +143,7 @@ class Answer:
         return True
 
     def abort(self, error: str = "") -> None:
-        """End the answer with its current tokens.  error: why; "": somebody wanted the end."""
+        """End the answer with its current tokens.  error: the reason; "" for a wanted end."""
         self.output.error = error or None
         self._end_text(len(self._token_ids))
         self._finish("error" if error else "abort")

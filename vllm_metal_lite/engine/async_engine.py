@@ -18,6 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.one_thread import check_process, held
 from vllm_metal_lite.engine.prompt_ids import Prompt
+from vllm_metal_lite.engine.step_loop import run_steps
 from vllm_metal_lite.errors import ConfigError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ class AsyncEngine:
             queue.SimpleQueue()
         )
         self._closed = False
-        self._closing = threading.Lock()  # no call is queued after None, the end
+        self._closing = threading.Lock()  # no call is queued after None, which ends the thread
         self._streams: dict[str, _Stream] = {}  # used only by the engine's thread
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="vllm-metal-lite", daemon=True)
@@ -143,26 +144,30 @@ class AsyncEngine:
     def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
         if stream is not None and self._streams.get(request_id) is not stream:
             return  # it has finished; a new request may use its id
-        for output in self._engine.abort(request_id):
-            self._deliver(output)
+        self._deliver(self._engine.abort(request_id))
 
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(output)
-            if output.finished:
-                del self._streams[output.request_id]
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(output)
+                if output.finished:
+                    del self._streams[output.request_id]
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
         for request_id in request_ids:
             if (stream := self._streams.pop(request_id, None)) is not None:
                 stream.fail(error)
-            self._engine.abort(request_id)
 
     def _run(self) -> None:
         try:
             with held(self._engine.lock, wait=True):
-                self._loop()
+                run_steps(
+                    self._engine,
+                    has_call=lambda: not self._calls.empty(),
+                    take_call=self._take_call,
+                    deliver=self._deliver,
+                    fail=self._fail,
+                )
         finally:
             with suppress(Exception):  # the error of an abandoned step
                 self._engine.runner.synchronize()
@@ -170,29 +175,16 @@ class AsyncEngine:
             mx.synchronize()
             mx.clear_streams()
 
-    def _loop(self) -> None:
-        while True:
-            block = not self._engine.has_unfinished_requests()
-            while block or not self._calls.empty():
-                item = self._calls.get()
-                if item is None:
-                    self._fail(list(self._streams), RuntimeError(_SHUT_DOWN))
-                    return
-                self._answer(*item)
-                block = False
+    def _take_call(self) -> bool:
+        if (item := self._calls.get()) is None:
+            lost = list(self._streams)
+            self._fail(lost, RuntimeError(_SHUT_DOWN))
+            self._engine.abort(lost)
+            return False
+        call, future = item
+        if future.set_running_or_notify_cancel():
             try:
-                for output in self._engine.step():
-                    self._deliver(output)
-                while self._calls.empty() and self._engine.rest():
-                    pass
+                future.set_result(call())
             except Exception as e:
-                self._fail(self._engine.requests_at_fault, e)
-
-    @staticmethod
-    def _answer(call: Callable[[], Any], future: Future) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(call())
-        except Exception as e:
-            future.set_exception(e)
+                future.set_exception(e)
+        return True

@@ -17,7 +17,7 @@ from vllm_metal_lite.errors import Option, RequestError, one_line, show
 _ROLES = ("system", "user", "assistant", "tool")
 # Variables of templates that say whether, and how much, a model thinks.
 THINKING = frozenset(("enable_thinking", "reasoning_effort", "thinking"))
-# A conversation as text, of (messages, add_generation_prompt, extra template variables).
+# Renders a conversation: (messages, add_generation_prompt, extra template variables) to text.
 Render = Callable[[Sequence[Message], bool, Mapping[str, Any]], str]
 
 
@@ -25,9 +25,9 @@ Render = Callable[[Sequence[Message], bool, Mapping[str, Any]], str]
 class ChatPrompt:
     """Makes the prompts of conversations.
 
-    model: the name, for errors.  with_checkpoints: whether checkpoints are of use.
-    render: None: by the template of `tokenizer`.  encode_text: makes the token ids, as a
-    PieceEncoder does; None: the tokenizer.
+    model: the model's name, for errors.  with_checkpoints: whether to look for checkpoints.
+    render: renders conversations; None: the template of `tokenizer` does.
+    encode_text: makes token ids, as a PieceEncoder does; None: `tokenizer` makes them.
     """
 
     tokenizer: TokenizerWrapper | None
@@ -100,7 +100,7 @@ def by_template(
 
 
 def template_source(tokenizer: TokenizerWrapper) -> str:
-    """The text of a chat template; of all, if there are several; "": Python code renders."""
+    """The text of the chat template, or of all of them; "" if Python code renders."""
     template = tokenizer.chat_template
     return "".join(
         map(str, template.values() if isinstance(template, Mapping) else [template or ""])

@@ -19,14 +19,18 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
-# Tokens known in advance that are worth a segment of their own.
+# Fewer forced tokens than this get no segment of their own.
 MIN_FORCED = 2
 
 
 @dataclass(slots=True)
 class _Constrained:
-    """num_accepted: tokens that the constraint has seen.  packs: forced tokens become a segment.
-    masks[i]: allowed tokens of the row after i drafts; None: any token."""
+    """The constraint of one answer.
+
+    packs: whether forced tokens become a segment of their own.
+    num_accepted: how many tokens the constraint has seen.
+    masks[i]: the tokens that the row after i drafts may sample; None: any token.
+    """
 
     constraint: Constraint
     packs: bool
@@ -46,11 +50,14 @@ class Constraints:
         self._vocab_size = vocab_size
         self._of: dict[Request, _Constrained] = {}
         self._accepted: SchedulerOutput | None = None  # the last step whose tokens were accepted
+        # The next tokens of requests for which a step in flight samples the first.
+        self._forced: dict[Request, list[int]] = {}
 
     def add(self, request: Request, constraint: Constraint, params: SamplingParams) -> None:
         """Constrain a request that has no tokens of its own yet; it gets the tokens that are known
         already."""
-        # Forced tokens are not sampled: they have no log-probabilities, and meet no other limit.
+        # Forced tokens are not sampled: they have no log-probabilities, and logit_bias,
+        # allowed_token_ids and bad_words do not apply to them.
         others = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.logprobs)
         entry = _Constrained(constraint, all(limit is None for limit in others))
         self._of[request] = entry
@@ -68,7 +75,7 @@ class Constraints:
 
     def continued(self, request: Request, draft: Sequence[int], most: int) -> list[int]:
         """The part of a draft that a request's constraint accepts, and the forced tokens behind
-        it: at most `most`.  Keeps the masks of their rows."""
+        it, at most `most` in all.  Keeps the masks of their rows."""
         if (entry := self._of.get(request)) is None:
             return list(draft)
         constraint, pending = entry.constraint, list(draft)
@@ -95,19 +102,18 @@ class Constraints:
         """The tokens that the rows of a step may sample.  requests: the request of each row.
         drafts: see ForwardBatch.draft_token_ids.
 
-        Sets `forced_token_ids` of requests whose next tokens are known.
+        Keeps the next tokens of requests where they are known.
         """
         rows, masks, depth = [], [], 0
         for row, request in enumerate(requests):
             if (entry := self._of.get(request)) is None:
                 continue
             has_draft = len(drafts) > 0 and drafts[row] != NO_DRAFT
-            request.forced_token_ids = ()
             if has_draft or depth:
                 bits = entry.masks[depth]
                 depth = depth + 1 if has_draft else 0
             elif entry.packs and len(forced := entry.constraint.forced()) >= MIN_FORCED:
-                request.forced_token_ids = forced
+                self._forced[request] = forced
                 bits = pack_mask(forced[:1], self._vocab_size)
             else:
                 bits = self._bits(entry.constraint)
@@ -128,13 +134,18 @@ class Constraints:
             if is_new and (entry := self._of.get(request)) is not None:
                 entry.accept(int(result.token_ids[r]) for r in rows if r not in result.no_token)
 
+    def take_forced(self) -> dict[Request, list[int]]:
+        """The forced tokens of a step, for `Scheduler.advance`."""
+        forced, self._forced = self._forced, {}
+        return forced
+
     def accept_forced(self, request: Request, token_ids: Sequence[int]) -> None:
         """Record forced tokens that `Scheduler.advance` appended."""
         self._of[request].accept(token_ids)
 
     def rollback(self) -> None:
         """Forget the tokens that requests have lost with a step that failed."""
-        self._accepted = None
+        self._accepted, self._forced = None, {}
         for request, entry in self._of.items():
             num_lost = entry.num_accepted - (request.num_tokens - request.num_prompt_tokens)
             if num_lost:

@@ -12,7 +12,8 @@ def describe(engine: LLMEngine) -> Iterator[str]:
     model, config = engine.model, engine.config
     dtype = backend.dtype_name(model.dtype)
     first, size = engine.kv_groups[0], config.block_size
-    store = size_text(engine.runner.attention.store.nbytes)
+    arrays = engine.runner.attention.store
+    store = size_text(arrays.nbytes)
     if config.kv_bits is not None:
         store += f", {config.kv_bits} bits a value"
     yield (
@@ -30,7 +31,7 @@ def describe(engine: LLMEngine) -> Iterator[str]:
                 f"Windows:   {len(group.layers)} layers see {group.window:,} tokens; "
                 f"for them the store holds {group.num_blocks * size:,}"
             )
-    if slots := engine.num_state_slots:
+    if slots := arrays.states.num_slots:
         seats = config.max_num_seqs
         yield (
             f"States:    {size_text(slots * model.state_bytes)} of recurrent layers: "

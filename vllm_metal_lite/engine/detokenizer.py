@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import (
 from vllm_metal_lite.engine.chat_checkpoints import num_common
 from vllm_metal_lite.sampling_params import SamplingParams
 
-_MAX_BYTES = 4  # of a character, so also the most tokens
+_MAX_BYTES = 4  # in a character, which so has at most as many tokens
 _BROKEN = "\ufffd"
 
 
@@ -29,7 +29,7 @@ class Detokenizer:
     for the bytes that complete a character of the prompt.)
 
     One thread may read the text while another adds tokens.
-    shown: with stop strings, the text that cannot be part of one.
+    shown: the text before a stop string, and before what may become one.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class Detokenizer:
 
 
 class _Pieces(dict[int, str | None]):
-    """Text that a token adds to a stream that has text and holds nothing back; None: held back.
+    """The text that a token adds to a stream that has text and holds nothing back.
+
+    None: the stream holds the token back.
 
     Most tokens add the same characters everywhere, and a look-up is faster than a stream.
     known: the tokenizer's stream is of a class whose `text` only grows.

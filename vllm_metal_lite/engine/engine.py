@@ -5,97 +5,52 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vllm_metal_lite import backend
+from vllm_metal_lite.assembly import Parts, assemble
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import MAX_DRAFT, EngineConfig
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_prompt import ChatPrompt
-from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import Intake
-from vllm_metal_lite.engine.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.engine.one_thread import check_process
 from vllm_metal_lite.engine.prompt_ids import Prompt
-from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
 from vllm_metal_lite.errors import ConfigError, RequestError, show
-from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.runner.build import build_runner, optional_module
-from vllm_metal_lite.runner.memory import size_store
-from vllm_metal_lite.runner.pipeline import Pipeline
-from vllm_metal_lite.runner.pooling_table import PoolingTable
-from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.pipeline import StepInFlight
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
-from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.counts import StepCounts, count
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
-from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-from vllm_metal_lite.scheduler.step_limit import StepLimit
-from vllm_metal_lite.speculation.speculator import Speculator
 
 
 class LLMEngine:
     """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
     Not thread-safe: one thread adds, aborts and steps (coroutines use `AsyncEngine`).
+    parts: by default those that suit this device, see `assemble`.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig | None = None, parts: Parts | None = None
+    ) -> None:
         self.lock = threading.RLock()  # held by the thread that uses the engine
         self.config = config = _config_of(config)
-        self.model = model = model.with_kv_bits(config.kv_bits)
-        self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, config)
-        backend.set_memory_limits()
-        seats, size = config.max_num_seqs, config.block_size
-        states = model.packed.state_store(self.num_state_slots)
-        store = PagedStore(model.kv_specs, self.kv_groups, size, states=states)
-        caching = config.enable_prefix_caching
-        self.scheduler = Scheduler(
-            config,
-            self.kv_groups,
-            self.max_model_len,
-            num_state_slots=self.num_state_slots,
-        )
-        # Cached prefixes that survive a restart.
-        wants_disk = caching and config.prefix_disk_gib > 0
-        disk = optional_module("prefix_disk.disk") if wants_disk else None
-        # Before fusion, which changes the weights that identify the model to the folder.
-        kept = None if disk is None else disk.attach(model, self.scheduler, store)
-        self.prefix_disk = NoPrefixDisk() if kept is None else kept
-        self.scheduler.must_wait = self.prefix_disk.must_wait
-        sampler = Sampler(seats, model.vocab_size)
-        runner = build_runner(model, store, sampler, config.attention)
-        self.inputs = InputBatch(seats, self.max_model_len, size, len(self.kv_groups))
-        self.pipeline = Pipeline(runner, self.inputs)
-        self.seats = Seats(self.inputs, sampler, model.eos_token_ids)
-        self.intake = Intake(model, self.max_model_len, config)
-        named = self.scheduler.kv.uses_checkpoints
-        self._chat_prompt = ChatPrompt(model.tokenizer, model.name, with_checkpoints=named)
-        self.failed_steps = FailedSteps(self.scheduler)
-        self.constraints = Constraints(model.vocab_size)
-        self.pooling = PoolingTable()
-        # Each rank measures its own times, so ranks would choose different drafts and chunks.
-        is_alone = model.ranks.size == 1
-        speculates = config.speculate == "auto" and is_alone
-        self.speculator = Speculator(self.seats.tokens_of) if speculates else None
-        if config.max_step_seconds and is_alone:
-            self.scheduler.limit = StepLimit(config.max_step_seconds, not backend.is_cpu())
-        self._last_end: float | None = None  # when the last step ended, while there is work
+        self.model = model.with_kv_bits(config.kv_bits)
+        parts = parts or assemble(self.model, config)
+        self.scheduler, _, self.prefix_disk = parts
+        self.intake = Intake(self.model, self.max_model_len, config)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
+        self.in_flight = StepsInFlight(self.model, parts, self._answers)
+        self.failed_steps = FailedSteps(self.scheduler)
         self._counts = StepCounts()
         # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
-        self.in_flight = StepsInFlight(
-            self.scheduler, self.pipeline, self.seats, self.constraints, self.pooling, self._answers
-        )
 
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
@@ -106,7 +61,16 @@ class LLMEngine:
 
     @property
     def runner(self) -> ModelRunner:
-        return self.pipeline.runner
+        return self.in_flight.pipeline.runner
+
+    @property
+    def kv_groups(self) -> Sequence[KVGroup]:
+        return self.scheduler.kv.groups
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context, in tokens."""
+        return self.scheduler.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a request without any: the model's own (generation_config.json), else
@@ -124,7 +88,9 @@ class LLMEngine:
         **variables: Any,
     ) -> tuple[list[int], tuple[int, ...]]:
         """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
-        return self._chat_prompt.turn(messages, add_generation_prompt, variables)
+        model, named = self.model, self.scheduler.kv.uses_checkpoints
+        prompt = ChatPrompt(model.tokenizer, model.name, with_checkpoints=named)
+        return prompt.turn(messages, add_generation_prompt, variables)
 
     def add_request(
         self,
@@ -157,10 +123,10 @@ class LLMEngine:
             self.scheduler.add(request)  # all are alike: if it refuses, it refuses the first
             self._answers[request.request_id] = answer
             if answer.constraint is not None:
-                self.constraints.add(request, answer.constraint, answer.params)
+                self.in_flight.constraints.add(request, answer.constraint, answer.params)
                 self._counts.forced_tokens += request.num_tokens - request.num_prompt_tokens
             if pooling is not None and pooling.score_token_ids is None:
-                self.pooling.add(request, pooling, request.num_prompt_tokens)
+                self.in_flight.pooling.add(request, pooling, request.num_prompt_tokens)
         self._requests[request_id] = answers
         self.intake.num_requests += 1
 
@@ -195,20 +161,19 @@ class LLMEngine:
         ended is only logged.  If recording its tokens fails, the step is not repeated.  The caller
         ends `requests_at_fault` with the error, often none, and may call `step` again.
         """
-        steps = self.in_flight
-        propose = None if self.speculator is None else self._propose
+        steps, flying = self.in_flight, self.in_flight.pipeline.steps
         try:
-            if not steps.outputs:
+            if not flying:
                 self.prefix_disk.between_steps()
-                steps.launch(self.scheduler.schedule(propose))
-            if not steps.outputs:
-                self._last_end = None
+                steps.launch(self.scheduler.schedule(steps.propose))
+            if not flying:
+                steps.pause()
                 self.prefix_disk.wait()
                 return []
             steps.advance()
-            if self._may_run_ahead(steps.outputs[0]):
+            if self._may_run_ahead(flying[0].scheduled):
                 steps.launch(self.scheduler.schedule())
-            output, result = steps.finish()
+            step = steps.finish()
         except StatesLost:  # a kernel was replaced; the next call runs the step without it
             steps.rollback()
             return []
@@ -223,9 +188,9 @@ class LLMEngine:
         except BaseException:
             steps.rollback()
             raise
-        requests = output.running
+        requests = step.scheduled.running
         try:
-            return self._finish(output, result)
+            return self._finish(step)
         except Exception as e:
             self.failed_steps.recording_failed(requests, e)
             raise
@@ -234,7 +199,7 @@ class LLMEngine:
         """Do a little work that can wait for a pause; returns whether more is left."""
         if self._requests:
             return False
-        if self.in_flight.outputs:  # an answer ended before its last step
+        if self.in_flight.pipeline.steps:  # an answer ended before its last step
             self.step()
         return self.prefix_disk.rest()
 
@@ -252,30 +217,18 @@ class LLMEngine:
             return False
         if output.has_drafts or self.prefix_disk.has_copies or self.scheduler.may_preempt():
             return False
-        if self.speculator is None or not self.scheduler.drafts.has_room:
-            return True
-        return not self.speculator.wants(self.scheduler.decodes)
+        return not self.in_flight.wants_drafts()
 
-    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
-        assert self.speculator is not None, "without a speculator, no step has drafts"
-        drafts = self.speculator.propose(wanted)
-        if not any(drafts):
-            return drafts
-        return [
-            self.constraints.continued(request, draft, min(most, MAX_DRAFT))
-            for (request, most), draft in zip(wanted, drafts, strict=True)
-        ]
-
-    def _finish(self, output: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
+    def _finish(self, step: StepInFlight[SchedulerOutput]) -> list[RequestOutput]:
         """Record a completed step; returns the requests that got a token."""
-        self._record(output, result)
+        output, result = step.scheduled, step.result
+        self.in_flight.record(step)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(result.batch.prompt_segments.tolist()):
                 if (answer := self._answer_of(output.segments[i].request)) is not None:
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
         requests = [s.request for s in output.segments]
-        for request, values in self.pooling.take(result.batch, requests, result.pooled):
+        for request, values in self.in_flight.pooling.take(result.batch, requests, result.pooled):
             self._answers[request.request_id].result.pooled = values
         reports: dict[str, RequestOutput] = {}
         num_new = num_accepted = 0
@@ -296,7 +249,7 @@ class LLMEngine:
             self.on_step(output)
         self.failed_steps.succeeded(output)
         if not self._requests:
-            self._last_end = None
+            self.in_flight.pause()
         return list(reports.values())
 
     def _answer_of(self, request: Request) -> Answer | None:
@@ -304,34 +257,10 @@ class LLMEngine:
         is_over = request.status is RequestStatus.FINISHED
         return None if is_over else self._answers[request.request_id]
 
-    def _record(self, output: SchedulerOutput, result: StepResult) -> None:
-        """Tell the scheduler the step's tokens, and the sampler those of a step with drafts."""
-        tokens = result.token_ids.tolist()
-        output.seconds = result.ended_at - (self._last_end or output.launched_at)
-        self._last_end = result.ended_at
-        live, drawn = result.live_rows, dict[Request, list[int]]()
-        if output.has_drafts:
-            for request, rows in zip(output.terminal, live, strict=True):
-                drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
-        accepted = {request: known[1:] for request, known in drawn.items()}
-        firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
-        self.scheduler.update(output, list(firsts), accepted)
-        forced = {request for request, _ in output.forced}  # the sampler knows their tokens
-        for request, known in drawn.items():
-            if request not in forced:
-                self.seats.accept(request, known)
-        counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
-        if self.speculator is not None:
-            self.speculator.record(output, counts, output.seconds)
-        if self.scheduler.limit is not None:
-            self.scheduler.limit.record(output)
-
     def _end(self, answer: Answer) -> None:
         """Release everything that a finished answer holds."""
         self.scheduler.finish(answer.request)
-        self.constraints.remove(answer.request)
-        self.pooling.remove(answer.request)
-        self.seats.remove(answer.request)
+        self.in_flight.remove(answer.request)
         del self._answers[answer.request.request_id]
         result = answer.result
         if all(o.finished for o in result.outputs):
@@ -347,16 +276,17 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the present counts; see also `count`.
 
-        prefill_tokens: of prompts, and of preempted requests that start again.
-        decode_tokens: of answers, without each one's first.  forced_tokens: known without sampling.
-        draft_tokens, accepted_tokens: computed ahead, and those that became tokens of an answer.
+        prefill_tokens: tokens of prompts, and of preempted requests that start again.
+        decode_tokens: tokens of answers, without the first of each answer.
+        forced_tokens: tokens that were known without sampling.
+        draft_tokens, accepted_tokens: drafts, and those that became tokens of an answer.
         failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.
         memory_*_bytes: MLX's memory in this process; cached ones are freed buffers that MLX keeps.
         """
         return {
             **asdict(self._counts),
-            "steps_ahead": self.pipeline.num_ahead,
+            "steps_ahead": self.in_flight.pipeline.num_ahead,
             "compiled_steps": self.runner.num_compiled_steps,
             "failed_kernels": len(self.runner.path.failed_kernels),
             "attention_by_segment": int(self.model.packed.by_segment is not None),

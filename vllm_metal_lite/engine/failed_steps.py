@@ -11,6 +11,7 @@ token decides: all requests end only if this step fails, too.
 
 import logging
 from collections.abc import Collection
+from weakref import WeakKeyDictionary
 
 from vllm_metal_lite.errors import one_line, shorten
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -24,12 +25,14 @@ MAX_FAILURES = 5
 
 
 class FailedSteps:
-    """at_fault: the requests to end.  num_failures: in a row.  Knows nothing of answers."""
+    """at_fault: the requests that must end.  num_failures: how many steps in a row have failed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.at_fault: list[Request] = []
         self._scheduler = scheduler
         self.num_failures = 0
+        # How often a step of a request has failed without showing the request at fault.
+        self._num_suspected: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     @property
     def is_hopeless(self) -> bool:
@@ -51,8 +54,9 @@ class FailedSteps:
         if not self.at_fault:
             for request in running:
                 # Each time longer, since these requests may fail only together.
-                suspects[request] = ends[request] + 2**request.num_suspected - 1
-                request.num_suspected += 1
+                times = self._num_suspected.get(request, 0)
+                suspects[request] = ends[request] + 2**times - 1
+                self._num_suspected[request] = times + 1
         return True
 
     def recording_failed(self, requests: list[Request], error: Exception) -> None:

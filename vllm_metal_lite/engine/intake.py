@@ -26,7 +26,7 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Intake:
-    """Makes answers from users' arguments.  num_requests: those accepted so far."""
+    """Makes answers from users' arguments.  num_requests: how many requests were accepted."""
 
     def __init__(self, model: LoadedModel, max_model_len: int, config: EngineConfig) -> None:
         self._model, self._max_model_len, self._config = model, max_model_len, config
@@ -74,9 +74,7 @@ class Intake:
                 request_id if params.n == 1 else f"{request_id}#{index}",
                 token_ids,
                 params.max_tokens or self._max_model_len,
-                priority,
-                arrival,
-                fair_round,
+                (priority, fair_round, arrival),
                 skip_prefix_cache_read=scores_prompt or is_mean,
                 only_reads=pooling is not None,
                 # A scored row takes twice the memory of a sampled one.
@@ -120,7 +118,7 @@ def _check_arguments(request_id: Any, params: Any, priority: Any, fair_round: An
 
 
 def _check_checkpoints(checkpoints: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens of a prompt of num_tokens, as ints.  Raises RequestError."""
+    """The checkpoints as ints.  Raises RequestError for one outside a prompt of num_tokens."""
     if not is_list(checkpoints):
         raise RequestError(
             f"checkpoints must be a list of numbers of tokens, got {show(checkpoints)}"
@@ -170,7 +168,7 @@ def constraint_of(params: SamplingParams, model: LoadedModel) -> Constraint | No
     if params.structured_outputs is None and params.thinking is None:
         return None
     try:
-        from vllm_metal_lite.structured_outputs.build import build
+        from vllm_metal_lite.structured_outputs import build
     except ModuleNotFoundError as e:
         raise SamplingError(Option("structured_outputs"), f" needs {e.name}") from e
     return build(params, model.tokenizer, model.vocab_size, model.eos_token_ids)

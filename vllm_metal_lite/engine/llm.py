@@ -16,7 +16,7 @@ from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.engine.one_thread import held
 from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list, text_or_ids
-from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.errors import RequestError, one_line, show
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -194,7 +194,7 @@ class LLM:
 
     def _pool(self, prompts: Sequence[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
         """The finished requests of the prompts.  params: PoolingParams."""
-        # The shortest goes first: attention pads the prompts of a step to like lengths.
+        # The shortest go first: attention pads the prompts of a step to one length.
         lengths = [_length(prompt) for prompt in prompts]
         done = self.generate(prompts, params, priority=lengths, use_tqdm=use_tqdm)
         for i, output in enumerate(done):
@@ -223,7 +223,8 @@ class LLM:
         return [done[i] for i in ids]
 
     def _step(self) -> list[RequestOutput]:
-        """Run a step; returns the requests that got a token, or that end since they spoil it."""
+        """Run a step; returns the requests that got a token.  If it fails, returns those that end
+        with its error."""
         try:
             return self.engine.step()
         except Exception as e:

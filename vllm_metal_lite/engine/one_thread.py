@@ -1,4 +1,4 @@
-"""One thread at a time uses an engine, of the process that made it."""
+"""Keeps an engine to one thread at a time, in the process that made it."""
 
 import os
 import threading
@@ -26,9 +26,9 @@ def check_process() -> None:
 
 @contextmanager
 def held(lock: threading.RLock, wait: bool = False) -> Iterator[None]:
-    """Keeps other threads from an engine, whose answers they would take.
+    """Hold an engine's lock: a second thread would take answers of the first.
 
-    Raises RequestError, before anything has changed, if a thread holds the lock; or waits.
+    wait: whether to wait for a thread that holds the lock.  If not, raises RequestError.
     """
     check_process()
     if not lock.acquire(blocking=wait):

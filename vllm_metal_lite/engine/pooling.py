@@ -51,7 +51,8 @@ def truncate(
 ) -> list[int]:
     """The first tokens of a prompt, as many as `truncate_prompt_tokens` allows.
 
-    ends: special tokens around a text.  The prompt keeps those that it ends with.
+    ends: the special tokens that a tokenizer puts around a text.  The prompt keeps those at its
+    end.
     """
     most = params.truncate_prompt_tokens
     if most is None:

@@ -11,36 +11,37 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 class Seats:
-    """Each running request has one row, `req_index`, in both tables."""
+    """Each running request has one row in both tables.  req_index: the row of each request."""
 
     def __init__(
         self, inputs: InputBatch, sampler: Sampler, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._inputs, self._sampler, self._eos = inputs, sampler, eos_token_ids
+        self.req_index: dict[Request, int] = {}
 
     def add(self, answer: Answer) -> None:
         """Seat an admitted request."""
         request = answer.request
         tokens, first_scored = request.token_ids, answer.prompt_logprobs_from
-        request.req_index = self._inputs.add(tokens, request.num_prompt_tokens, first_scored)
+        seat = self._inputs.add(tokens, request.num_prompt_tokens, first_scored)
+        self.req_index[request] = seat
         if answer.pooling is None or answer.score_token_ids:  # otherwise it draws no token
             self.update_sampler(answer)
 
     def remove(self, request: Request) -> None:
         """Free the seat of a request, if it has one."""
-        if request.req_index is not None:
-            self._inputs.remove(request.req_index)
-            self._sampler.remove(request.req_index)
-            request.req_index = None
+        if (seat := self.req_index.pop(request, None)) is not None:
+            self._inputs.remove(seat)
+            self._sampler.remove(seat)
 
     def pack(self, output: SchedulerOutput) -> ForwardBatch:
         """The batch of a scheduled step, whose requests have seats and get their new blocks."""
-        segments = output.segments
+        segments, req_index = output.segments, self.req_index
         for segment in segments:
             if segment.new_block_ids:
-                self._inputs.append_blocks(_index_of(segment.request), *segment.new_block_ids)
+                self._inputs.append_blocks(req_index[segment.request], *segment.new_block_ids)
         return self._inputs.pack(
-            np.array([s.request.req_index for s in segments]),
+            np.array([req_index[s.request] for s in segments]),
             np.array([s.num_computed for s in segments]),
             np.array([s.num_scheduled for s in segments]),
             [s.state for s in segments if s.state is not None] or None,
@@ -49,26 +50,26 @@ class Seats:
 
     def tokens_of(self, request: Request) -> np.ndarray:
         """The known tokens of a running request, (n,) int32."""
-        seat = _index_of(request)
+        seat = self.req_index[request]
         known = self._inputs.token_ids[seat, : self._inputs.num_tokens[seat]]
         return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
 
     def force(self, answer: Answer, token_ids: list[int]) -> None:
         """Put tokens that are known without sampling in place of the unknown one."""
-        if answer.request.req_index is not None:
-            self._inputs.replace_unknown(answer.request.req_index, token_ids)
+        if (seat := self.req_index.get(answer.request)) is not None:
+            self._inputs.replace_unknown(seat, token_ids)
             self.update_sampler(answer)
 
     def accept(self, request: Request, token_ids: list[int]) -> None:
         """Tell the sampler the tokens that a step with drafts has given."""
-        if request.req_index is not None:
-            self._sampler.accept(request.req_index, token_ids)
+        if (seat := self.req_index.get(request)) is not None:
+            self._sampler.accept(seat, token_ids)
 
     def update_sampler(self, answer: Answer) -> None:
         """Make the sampler continue from the known tokens of a running request."""
         request = answer.request
         self._sampler.add(
-            _index_of(request),
+            self.req_index[request],
             answer.params,
             answer.seed,
             np.array(request.token_ids, np.int32),
@@ -77,9 +78,3 @@ class Seats:
             bad_words=answer.bad_words,
             logprob_token_ids=answer.score_token_ids,
         )
-
-
-def _index_of(request: Request) -> int:
-    """The seat of a running request."""
-    assert request.req_index is not None, "a running request has a seat"
-    return request.req_index

@@ -1,89 +1,161 @@
 """The steps in flight: launched one ahead, finished in order, and undone together if one fails."""
 
 import time
-from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
+from vllm_metal_lite.assembly import Parts
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
-from vllm_metal_lite.runner.pipeline import Pipeline
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.pooling_table import PoolingTable
-from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
+from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.speculation.speculator import Speculator
 
 
 class StepsInFlight:
     """Runs scheduled steps, at most two at a time.
 
     answers: the unfinished ones, by the scheduler's request id.
-    outputs: what the scheduler decided for each step in flight, oldest first.
+    pipeline: holds the steps in flight.  speculator: makes drafts; None: no step has any.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        pipeline: Pipeline,
-        seats: Seats,
-        constraints: Constraints,
-        pooling: PoolingTable,
+        model: LoadedModel,
+        parts: Parts,
         answers: dict[str, Answer],
     ) -> None:
-        self._scheduler, self._pipeline, self._seats = scheduler, pipeline, seats
-        self._constraints, self._pooling, self._answers = constraints, pooling, answers
-        self.outputs: deque[SchedulerOutput] = deque()
+        scheduler, runner, self._prefix_disk = parts
+        config, kv = scheduler.config, scheduler.kv
+        self.inputs = InputBatch(
+            config.max_num_seqs, scheduler.max_model_len, config.block_size, len(kv.groups)
+        )
+        self.pipeline = Pipeline[SchedulerOutput](runner, self.inputs)
+        self.seats = Seats(self.inputs, runner.sampler, model.eos_token_ids)
+        self.constraints = Constraints(model.vocab_size)
+        self.pooling = PoolingTable()
+        # Each rank measures its own times, so ranks would choose different drafts.
+        speculates = config.speculate == "auto" and model.ranks.size == 1
+        self.speculator = Speculator(self.seats.tokens_of) if speculates else None
+        self._scheduler, self._answers = scheduler, answers
+        self._last_end: float | None = None  # when the last step ended, while there is work
+
+    @property
+    def outputs(self) -> list[SchedulerOutput]:
+        """The schedules of the steps in flight, oldest first."""
+        return [step.scheduled for step in self.pipeline.steps]
+
+    @property
+    def propose(self) -> Propose | None:
+        """Makes the drafts of a step for `Scheduler.schedule`; None: there are none."""
+        return None if self.speculator is None else self._propose
+
+    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
+        assert self.speculator is not None, "without a speculator, no step has drafts"
+        drafts = self.speculator.propose(wanted)
+        if not any(drafts):
+            return drafts
+        return [
+            self.constraints.continued(request, draft, min(most, MAX_DRAFT))
+            for (request, most), draft in zip(wanted, drafts, strict=True)
+        ]
+
+    def wants_drafts(self) -> bool:
+        """Whether the next step should have drafts, which need all known tokens."""
+        if self.speculator is None or not self._scheduler.drafts.has_room:
+            return False
+        return self.speculator.wants(self._scheduler.decodes)
 
     def launch(self, output: SchedulerOutput) -> None:
         """Submit a step; its requests may continue from tokens that the step in flight is still
-        sampling."""
+        sampling.  A step that fails here is in flight, too, until `rollback`."""
         for request in output.preempted:
-            self._seats.remove(request)
+            self.seats.remove(request)
         if output.is_empty:
             return
         output.launched_at = time.monotonic()
-        self.outputs.append(output)
+        self.pipeline.begin(output)
         for request in output.admitted:
             answer = self._answers[request.request_id]
-            self._seats.add(answer)
-            answer.report_cached()
-        batch = self._seats.pack(output)
-        batch = self._pooling.extend(batch, [s.request for s in output.segments])
+            self.seats.add(answer)
+            answer.report_cached(self._prefix_disk.restored_tokens(request))
+        batch = self.seats.pack(output)
+        batch = self.pooling.extend(batch, [s.request for s in output.segments])
         scored = 0
         if len(batch.prompt_targets):
             asked = (self._answers[s.request.request_id].params for s in output.segments)
             scored = max(params.prompt_logprobs or 0 for params in asked)
         requests = [output.segments[i].request for i in batch.sample_segments]
         masks = None
-        if any(request in self._constraints for request in requests):
+        if any(request in self.constraints for request in requests):
             masks = partial(self._masks, requests, batch.draft_token_ids.tolist())
-        self._pipeline.launch(batch, scored, masks)
+        self.pipeline.launch(batch, scored, masks)
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
-        if self._pipeline.steps:
-            self._constraints.accept(self.outputs[0], self._pipeline.steps[0])
-        return self._constraints.masks(requests, drafts)
+        if len(self.pipeline.steps) > 1:
+            self.constraints.accept(self.pipeline.steps[0].scheduled, self.pipeline.steps[0].result)
+        return self.constraints.masks(requests, drafts)
 
     def advance(self) -> None:
         """Make room for the tokens of the oldest step; the next one can then be launched."""
-        output = self.outputs[0]
-        ended = self._scheduler.advance(output)
-        self._pipeline.advance()
+        output = self.pipeline.steps[0].scheduled
+        ended = self._scheduler.advance(output, self.constraints.take_forced())
+        self.pipeline.advance()
         for request, token_ids in output.forced:
-            self._constraints.accept_forced(request, token_ids)
-            self._seats.force(self._answers[request.request_id], token_ids)
+            self.constraints.accept_forced(request, token_ids)
+            self.seats.force(self._answers[request.request_id], token_ids)
         for request in ended:
-            self._seats.remove(request)
+            self.seats.remove(request)
 
-    def finish(self) -> tuple[SchedulerOutput, StepResult]:
+    def finish(self) -> StepInFlight[SchedulerOutput]:
         """Wait for the oldest step; a failure leaves it in flight."""
-        result = self._pipeline.finish()
-        self._constraints.accept(self.outputs[0], result)
-        return self.outputs.popleft(), result
+        self.constraints.accept(self.pipeline.steps[0].scheduled, self.pipeline.steps[0].result)
+        return self.pipeline.finish()
+
+    def record(self, step: StepInFlight[SchedulerOutput]) -> None:
+        """Tell the scheduler and the sampler the tokens of a finished step."""
+        output, result = step.scheduled, step.result
+        tokens = result.token_ids.tolist()
+        output.seconds = result.ended_at - (self._last_end or output.launched_at)
+        self._last_end = result.ended_at
+        live, drawn = result.live_rows, dict[Request, list[int]]()
+        if output.has_drafts:
+            for request, rows in zip(output.terminal, live, strict=True):
+                drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
+        accepted = {request: known[1:] for request, known in drawn.items()}
+        firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
+        self._scheduler.update(output, list(firsts), accepted)
+        forced = {request for request, _ in output.forced}  # the sampler knows their tokens
+        for request, known in drawn.items():
+            if request not in forced:
+                self.seats.accept(request, known)
+        counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
+        if self.speculator is not None:
+            self.speculator.record(output, counts, output.seconds)
+        if self._scheduler.limit is not None:
+            self._scheduler.limit.record(output)
+
+    def pause(self) -> None:
+        """No request is left, so the time until the next step is not a part of that step."""
+        self._last_end = None
+
+    def remove(self, request: Request) -> None:
+        """Release the seat of a request that ends, and all else that is kept for its steps."""
+        self.constraints.remove(request)
+        self.pooling.remove(request)
+        self.seats.remove(request)
 
     def works(self, answer: Answer) -> bool:
         """Whether a step of this new request alone succeeds, or finds no room.  Nothing stays."""
@@ -102,18 +174,17 @@ class StepsInFlight:
             return isinstance(e, StatesLost)
         finally:
             scheduler.finish(request)
-            self._seats.remove(request)
+            self.seats.remove(request)
             del self._answers[request.request_id]
         return True
 
     def rollback(self) -> None:
         """Undo all steps; their requests return to the queue."""
-        outputs = list(self.outputs)
-        self.outputs.clear()
-        self._pipeline.clear()
-        self._pipeline.runner.forget()
+        outputs = self.outputs
+        self.pipeline.clear()
+        self.pipeline.runner.forget()
         for output in outputs:
             for segment in output.segments:
-                self._seats.remove(segment.request)
+                self.seats.remove(segment.request)
         self._scheduler.rollback(*outputs)
-        self._constraints.rollback()
+        self.constraints.rollback()

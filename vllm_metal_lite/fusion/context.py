@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 
 NO_ROWS = range(0)
 
@@ -15,8 +15,8 @@ NO_ROWS = range(0)
 class FusedKernels:
     """The kernels that fused launches use.
 
-    skinny_rows: the row counts that use `skinny_gemm`.
-    expert_rows: the row counts that use `expert_gemm` and its neighbours.
+    skinny_rows: the row counts whose products use `skinny_gemm`.
+    expert_rows: the row counts whose mixtures use the kernels of experts.
     unused: kernels that failed, or for which the model has no work.
     """
 
@@ -26,9 +26,10 @@ class FusedKernels:
 
 
 class FusionContext(NamedTuple):
-    """step: the step whose forward is being built; None outside a forward."""
+    """step: the step of the forward that is built, or None.  kernels: the kernels of that
+    forward."""
 
-    step: Step | None = None
+    step: DeviceBatch | None = None
     kernels: FusedKernels = FusedKernels()
 
 
@@ -37,8 +38,8 @@ fusion_context = _context.get
 
 
 @contextmanager
-def fusing(step: Step | None, kernels: FusedKernels) -> Iterator[None]:
-    """Held while a fused forward is built."""
+def fusing(step: DeviceBatch | None, kernels: FusedKernels) -> Iterator[None]:
+    """Set the context while a fused forward is built."""
     before = _context.set(FusionContext(step, kernels))
     try:
         yield

@@ -20,9 +20,9 @@ from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.layer_weights import mixtures, product_weights
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.trial import Trial
-from vllm_metal_lite.model.weights import mixtures, product_weights
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from vllm_metal_lite.attention.pending_heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows
 from vllm_metal_lite.model.seam.hooks import ScalingAt
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache
@@ -65,7 +64,7 @@ def heads_of(x: mx.array) -> Heads:
 
 
 def make_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
-    """x: columns of a joined product, or all columns of a product that is not joined."""
+    """x: the columns of one projection in a joined product, or a whole product."""
     columns, rows = x.origin, x.rows
     if value.ndim != 4 or value.shape[:2] != (len(x), 1):
         return value
@@ -91,7 +90,8 @@ def keep_layout(value: mx.array, x: Traced, *axes: Any, **axis: Any) -> mx.array
 def split_columns(
     parts: list[mx.array], x: mx.array, indices_or_sections: Any, axis: int = 0, **_: Any
 ) -> list[mx.array]:
-    """Parts of packed rows (N, 1, K), and of heads (N, H, 1, D), know their columns."""
+    """The parts of packed rows (N, 1, K), or of heads (N, H, 1, D), get their columns as
+    origins."""
     at_indices = isinstance(indices_or_sections, list | tuple) and axis in (-1, x.ndim - 1)
     # Parts for recurrent layers know their columns already.
     if not at_indices or any(type(part) is not mx.array for part in parts):

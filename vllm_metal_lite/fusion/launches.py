@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import mlx.nn as nn
 from mlx_lm.models import activations, gemma3_text
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.fusion.context import NO_ROWS, FusedKernels, fusing
 from vllm_metal_lite.fusion.heads import FusedLayerCache
 from vllm_metal_lite.fusion.layers import (
@@ -21,9 +21,9 @@ from vllm_metal_lite.fusion.routing import compiled_routers, run_uncompiled
 from vllm_metal_lite.fusion.rule_table import hooks
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.registry import unused_kernels
+from vllm_metal_lite.model.layer_weights import mixtures
 from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.model.seam.hooks import Named, hooked, namespaces
-from vllm_metal_lite.model.weights import mixtures
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FusedLaunches(FusedKernels, Fusion):
     layer_cache = FusedLayerCache
 
     @contextmanager
-    def building(self, step: Step | None) -> Iterator[None]:
+    def building(self, step: DeviceBatch | None) -> Iterator[None]:
         replaced = hooks(self.named)
         if "expert_topk" not in self.unused:
             replaced += [(m, name, run_uncompiled) for m, name in self.routers]
@@ -55,7 +55,7 @@ class FusedLaunches(FusedKernels, Fusion):
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about products and experts."""
+        """The part of the start-up line that names products and experts by kernels."""
         parts = (
             ("products", self.skinny_rows, "skinny_gemm"),
             ("experts", self.expert_rows, "expert_gemm"),

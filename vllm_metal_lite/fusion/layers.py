@@ -27,15 +27,15 @@ from vllm_metal_lite.fusion.norms import Normed
 from vllm_metal_lite.fusion.products import ExpertResults, Product
 from vllm_metal_lite.fusion.traced import Function, Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels import experts, skinny_gemm
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm
+from vllm_metal_lite.kernels.weight_formats import Weight, shape_of
 from vllm_metal_lite.model.calls import calls_of
+from vllm_metal_lite.model.layer_weights import MIXTURES, weight_of
+from vllm_metal_lite.model.layer_weights import served as served_experts
 from vllm_metal_lite.model.seam.hooks import hooked
-from vllm_metal_lite.model.weights import MIXTURES, served, weight_of
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
-# The rows of these parameters are outputs, for every kind of projection.
+# The parameters of a projection whose rows are outputs.
 _BY_OUTPUT = ("weight", "scales", "biases", "bias")
 
 
@@ -182,8 +182,8 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
     if fusion_context().step is None:
         return original(layer, x)
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
-    fits = (bias is None or bias.dtype == x.dtype) and skinny_gemm.fits(rows, weight)
-    if fits and len(rows) in fusion_context().kernels.skinny_rows:
+    served = (bias is None or bias.dtype == x.dtype) and skinny_gemm.serves(rows, weight)
+    if served and len(rows) in fusion_context().kernels.skinny_rows:
         product = Product(*_rows_and_norm(x, weight), weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:
@@ -192,8 +192,8 @@ def _product(original: Function, layer: nn.Module, x: mx.array) -> mx.array:
 
 
 def _rows_and_norm(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
-    """(Rows before their norm, the norm) if each threadgroup of the product should compute the
-    norm; otherwise (rows of x, None)."""
+    """(The rows before their norm, the norm) if the product should compute the norm; otherwise (the
+    rows of x, None)."""
     origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
     small = how is None or outputs * depth <= device.max_normed_weights
     if not small or not isinstance(origin, Normed) or origin.norm.weight is None:
@@ -220,8 +220,8 @@ def _mixture(original: Function, layer: nn.Module, x: mx.array, indices: mx.arra
     num_rows = x.size // x.shape[-1]
     if indices.shape[:-1] != x.shape[:-1] or num_rows not in kernels.expert_rows:
         return original(layer, x, indices)
-    rows, chosen, mixture = rows_of(x), rows_of(indices), served(layer)
-    if mixture is None or not experts.fits(rows, chosen, mixture):
+    rows, chosen, mixture = rows_of(x), rows_of(indices), served_experts(layer)
+    if mixture is None or not experts.serves(rows, chosen, mixture):
         return original(layer, x, indices)
     num_live = None if step is None else step.num_live
     result = experts.expert_mlp(rows, chosen, mixture, num_live=num_live)
@@ -249,5 +249,5 @@ def fuse_layers(model: nn.Module) -> None:
     """Prepare the model's layers for fused forwards."""
     for _, module in model.named_modules():
         fused = _FUSED.get(type(module))
-        if fused is not None and (not isinstance(module, MIXTURES) or served(module)):
+        if fused is not None and (not isinstance(module, MIXTURES) or served_experts(module)):
             module.__class__ = fused

@@ -13,8 +13,8 @@ from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.recurrence.tracked_columns import columns_of
 
 
@@ -34,8 +34,8 @@ class Sum:
     y: mx.array
 
     def side(self, kind: type) -> tuple[Any, mx.array]:
-        """The origin of the side that has one of this kind, and the other side; if neither has,
-        None and x."""
+        """(The origin of this kind, the other side), from the side that has such an origin; if no
+        side has, (None, x)."""
         for side, other in ((self.y, self.x), (self.x, self.y)):
             if isinstance(origin_of(side), kind):
                 return origin_of(side), other

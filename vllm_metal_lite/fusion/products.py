@@ -14,16 +14,15 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm
 from vllm_metal_lite.kernels.experts import expert_sum
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm
-from vllm_metal_lite.kernels.weights import Weight
+from vllm_metal_lite.kernels.weight_formats import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A `skinny_gemm` product of rows (N, K), or of their norm, and a weight (outputs, K), plus a
+    """A product by `skinny_gemm`: rows (N, K), or their norm, times a weight (outputs, K), plus a
     bias (outputs,)."""
 
     rows: mx.array
@@ -100,7 +99,7 @@ class Summed:
 
 
 def weigh(value: mx.array, x: Traced, weights: Any) -> mx.array:
-    """One weight for each expert's result; its type may differ."""
+    """The model multiplies each expert's result with a weight, whose type may differ."""
     results = x.origin
     if not isinstance(weights, mx.array) or weights.shape != (*results.shape[:-1], 1):
         return value
@@ -121,6 +120,6 @@ def round_sum(value: mx.array, x: Traced, dtype: mx.Dtype, *_: Any, **__: Any) -
 
 
 def _summed(weighted: Weighted, dtype: mx.Dtype) -> mx.array:
-    """The sums, rounded to `dtype` at the end."""
+    """The sums of the weighted results, rounded to `dtype` at the end."""
     rows = expert_sum(weighted.results.rows, weighted.weights, dtype)
     return as_view(rows, weighted.results.shape[:-2], Summed(weighted))

@@ -22,7 +22,7 @@ from vllm_metal_lite.fusion.context import fusion_context
 from vllm_metal_lite.fusion.norms import add
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
+from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, serves
 from vllm_metal_lite.model.seam.hooks import Named, modules_of
 
 _COMPILED = type(mx.compile(lambda: None))
@@ -30,7 +30,8 @@ _COMPILED = type(mx.compile(lambda: None))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterScores:
-    """Scores of logits (N, experts), in `dtype`.  bias: (experts,), added to them, in sum_dtype."""
+    """Scores of logits (N, experts), in `dtype`.  bias: (experts,), is added to the scores; the
+    sums have sum_dtype."""
 
     logits: mx.array
     scoring: Scoring
@@ -82,7 +83,7 @@ class RouterWeights:
 
     @property
     def are_scores(self) -> bool:
-        """Whether these are scores, and nothing else yet."""
+        """Whether the weights are the plain scores of the chosen experts."""
         return (self.routing.weights, self.routing.factor) == ("scores", 1)
 
     def relaunch(self, value: mx.array, **changes: Any) -> mx.array:
@@ -110,7 +111,7 @@ def scores_of(x: Any) -> RouterScores | None:
         return origin
     if rows is None or not (origin is None or isinstance(origin, Product)):
         return None
-    if "expert_topk" in fusion_context().kernels.unused or not fits(rows, 1):
+    if "expert_topk" in fusion_context().kernels.unused or not serves(rows, 1):
         return None
     return RouterScores(rows, "logits", x.dtype)
 
@@ -179,13 +180,13 @@ def partition(value: mx.array, x: mx.array, kth: int, axis: Any = -1, **_: Any) 
 
 
 def choose(value: mx.array, x: Traced, key: Any) -> mx.array:
-    """The end of a partition that holds the highest scores."""
+    """The model takes the end of a partition that holds the highest scores."""
     scores, kth = x.origin.scores, x.origin.kth
     late = not scores.negated
     top_k = -kth if late else kth + 1
     end = (slice(-top_k, None),) if late else (slice(None, top_k), slice(0, top_k))
     whole = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis and key[1] in end
-    if not whole or not fits(scores.logits, top_k):
+    if not whole or not serves(scores.logits, top_k):
         return value
     routing = Routing(scores.scoring, late)
     indices, weights = scores.launch(top_k, routing)
@@ -200,7 +201,7 @@ def keep(value: mx.array, x: Traced, **_: Any) -> mx.array:
 
 
 def gather(value: mx.array, x: mx.array, indices: Any, axis: Any = None, **_: Any) -> mx.array:
-    """The weights are scores of the choice, without the bias that only chooses."""
+    """The weights are the scores of the chosen experts, without the bias, which only chooses."""
     choice, scores = origin_of(indices), scores_of(x)
     if not isinstance(choice, Choice) or scores is None or axis not in (-1, x.ndim - 1):
         return value

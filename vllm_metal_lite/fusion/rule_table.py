@@ -28,7 +28,7 @@ from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.products import Activated, ExpertResults, Summed, Weighted
 from vllm_metal_lite.fusion.routing import Choice, Partition, RouterScores, RouterWeights, Total
 from vllm_metal_lite.fusion.traced import Function, Traced, origin_of
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.model.seam.hooks import Hook
 
 # Matches every other origin, and none.

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.model.seam.layer_cache import RotaryKeys
 from vllm_metal_lite.recurrence.tracked_columns import ColumnsOf
 

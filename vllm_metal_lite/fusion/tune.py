@@ -18,7 +18,7 @@ from itertools import chain
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT, SegmentState
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -28,10 +28,10 @@ from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
-from vllm_metal_lite.kernels.weights import Weight, shape_of
+from vllm_metal_lite.kernels.weight_formats import Weight, shape_of
+from vllm_metal_lite.model.layer_weights import mixtures, product_weights
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
-from vllm_metal_lite.model.weights import mixtures, product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.specs import ExpertShape
 
@@ -39,7 +39,8 @@ _ROUNDS = 5
 
 # Steps of few rows
 
-# The kernel gets the row counts from its first win in _FEWEST to its last in _SIZES (bisection).
+# The kernel gets the row counts from its first win in _FEWEST to its last win in _SIZES, which
+# bisection finds.
 _FEWEST = (1, 2, 4)
 _SIZES = (8, 16, 32, MAX_ROWS)
 # At most _ROUNDS chains of _STEPS steps, and fewer of both if a candidate would take longer than
@@ -104,7 +105,8 @@ class _Steps:
     def winning_rows(self, kernel: str, what: str, weight_types: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
-        what: the name of its work in messages.  weight_types: types of the weights that it reads.
+        what: the name of its work in messages.  weight_types: the types of the weights that it
+        reads.
         """
         # A stage without such weights takes part: its forward is a part of each step.
         counts = sorted(Counter(chain(*self.ranks.gather([*weight_types]))).items())
@@ -122,7 +124,7 @@ class _Steps:
         return range(*map(int, known.split())) if known else NO_ROWS
 
     def _search(self) -> range:
-        """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
+        """The rows from the fewest to the most at which the kernel wins.  It computes eight rows at
         once, so MLX's products may win with fewer.  Bisection, because each of the larger sizes
         compiles instantiations of the kernel."""
 
@@ -144,7 +146,7 @@ class _Steps:
             candidates, rounds=_ROUNDS, calls=_STEPS, enough=_MAX_SECONDS, ranks=self.ranks
         )
 
-    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Candidate:
+    def _back_to_back(self, fusion: FusedLaunches, step: DeviceBatch) -> timing.Candidate:
         """The same step again and again, compiled, each submitted while the previous one runs."""
         forward = CompiledSteps(self.packed, self.attention, fusion)
         state = self.attention.new_state()
@@ -162,7 +164,7 @@ class _Steps:
         return run
 
 
-def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
+def _padding(attention: Attention, num_rows: int, vocab_size: int) -> DeviceBatch:
     """A step of decodes that write no rows and no states, and see no keys.
 
     The tokens differ, so that their experts do.  The rows count as live, so that experts are read.

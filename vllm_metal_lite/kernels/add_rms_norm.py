@@ -1,12 +1,12 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import RMSNorm, norm_dtype
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits, check_array
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, norm_dtype
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
 
-# Most threads of a threadgroup.  For a long row, 1,024 threads do not have enough registers.
+# The most threads of a threadgroup.  For a long row, 1,024 threads do not have enough registers.
 _THREADS, _LONG_ROW, _THREADS_OF_LONG_ROWS = 1024, 12288, 512
 
 

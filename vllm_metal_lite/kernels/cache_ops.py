@@ -11,7 +11,7 @@ _KV_GATHER = Kernel("kv_gather", ["kv_slots", *STORE], ["k", "v", "next_ticket"]
 _KV_WRITE_QUANTISED = Kernel("kv_write_quantised", _KV_WRITE.inputs, _KV_WRITE.outputs)
 _KV_GATHER_QUANTISED = Kernel("kv_gather_quantised", _KV_GATHER.inputs, _KV_GATHER.outputs)
 
-# Heads of K or V that a threadgroup quantises.
+# The most heads that a threadgroup quantises: one for each SIMD group.
 _SIMDGROUPS = 8
 
 

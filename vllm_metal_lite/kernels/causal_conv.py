@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.arguments import Columns, columns_template
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, check_array, grid_for
 from vllm_metal_lite.kernels.store import TICKET
 
@@ -13,7 +13,7 @@ _CAUSAL_CONV = Kernel(
     ["y", "next_ticket"],
 )
 
-# Rows of a tile: enough that reading the rows before it costs little.
+# A tile has enough rows that reading the rows before it costs little.
 TILE_ROWS = 16
 
 

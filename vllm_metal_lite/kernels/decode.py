@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
 from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kernels.store import STORE, LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
@@ -19,7 +19,8 @@ _PAGED_DECODE = Kernel("paged_decode", [*_ROWS, *_CONTEXT, *STORE], ["out", "lse
 
 
 class DecodePlan(NamedTuple):
-    """splits: splits of each context.  simdgroups: per threadgroup, which handles one split."""
+    """splits: the number of splits of each context.  simdgroups: the SIMD groups of a threadgroup,
+    which computes one split."""
 
     splits: int
     simdgroups: int
@@ -75,7 +76,8 @@ def paged_decode(
 
 
 def _load_words(row: RowFormat) -> int:
-    """Most words per load: aligned in every row, and within one quantisation group."""
+    """The most words that one load may read: it is aligned in every row, and stays within one
+    quantisation group."""
     if row.bits is None:
         return 4
     return math.gcd(row.width, row.group_size * row.bits // 32, 4)
@@ -84,9 +86,9 @@ def _load_words(row: RowFormat) -> int:
 def _lanes(
     k_words: int, v_words: int, k_widest: int = 4, v_widest: int = 4
 ) -> tuple[int, int, int]:
-    """Lanes that share a key, and words per load of K and of V.
+    """The number of lanes that share a key, and the words per load of K and of V.
 
-    A tradeoff between wide loads and a short part of a row per lane.
+    Wide loads are faster, but give a lane a longer part of a row.
     """
     options = []
     for lanes in (32, 16, 8, 4, 2, 1):

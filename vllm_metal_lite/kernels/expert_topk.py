@@ -32,7 +32,7 @@ class Routing(NamedTuple):
     factor: float = 1.0
 
 
-def fits(logits: mx.array, top_k: int) -> bool:
+def serves(logits: mx.array, top_k: int) -> bool:
     """Whether `expert_topk` serves logits (rows, experts)."""
     return (
         logits.ndim == 2
@@ -54,8 +54,8 @@ def expert_topk(
 ) -> tuple[mx.array, mx.array]:
     """The chosen experts (rows, top_k) in uint32, and their weights (rows, top_k).
 
-    logits: (rows, experts) that `fits` allows.  dtype: the type of scores and weights; the default
-    is that of logits.  bias: (experts,), is added to the scores that choose; the sum is rounded to
+    logits: (rows, experts) that `serves` allows.  dtype: the type of scores and weights; by default
+    that of logits.  bias: (experts,), is added to the scores that choose; the sum is rounded to
     sum_dtype.  metal/expert_topk.metal names the other roundings.
     """
     rows, experts = logits.shape

@@ -14,7 +14,7 @@ from vllm_metal_lite.kernels.launch import (
     grid_for,
 )
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
-from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
+from vllm_metal_lite.kernels.weight_formats import Weight, inputs_of, readable, shape_of, spread_of
 from vllm_metal_lite.specs import ExpertActivation, ExpertShape, WeightShape
 
 _PLAN = Kernel("expert_plan", ["indices", "num_live"], ["plan"])
@@ -28,16 +28,16 @@ _GEMM = Kernel(
 )
 _SUM = Kernel("expert_sum", ["x", "weights"], ["y"])
 
-# Most rows, and most experts: their counts lie in threadgroup memory.
+# The most rows and experts: the kernel counts them in threadgroup memory.
 MAX_ROWS, MAX_EXPERTS = 1 << 14, 1024
 # The kernels count the elements of x in 32 bits.
 _MAX_ELEMENTS = (1 << 31) - 1
-# Pairs of a tile: a large tile needs more registers, a small one reads an expert more often.
+# The pairs of a tile.  A large tile needs more registers; a small tile reads an expert more often.
 _TILES = (1, MAX_LANE_ROWS, 8, 16, 32)
 _COLUMNS = 16
 # ExpertActivation in metal/expert_gemm.metal.
-_ACTIVATIONS = {"swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
-# (row, choice) pairs that a plan has in threadgroup memory at once.
+_ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
+# SIMD groups that make a plan, and the (row, choice) pairs that they hold in threadgroup memory.
 _PLAN_SIMDGROUPS, _PLAN_PART = 8, 1024
 # A plan has room for at least this many tiles, and so at least MIN_ELEMENTS.
 _MIN_TILES = MIN_ELEMENTS // 2
@@ -91,7 +91,8 @@ class Experts:
 class ExpertPlan(NamedTuple):
     """Pairs sorted by expert, and their tiles (metal/expert_plan.metal).
 
-    array: int32.  num_tiles: the most that are possible.  tile: the most pairs of a tile.
+    array: int32 values.  num_tiles: the largest possible number of tiles.  tile: the most pairs in
+    one tile.
     """
 
     array: mx.array
@@ -117,7 +118,7 @@ def experts_problem(experts: Experts) -> str | None:
     return None
 
 
-def fits(x: mx.array, indices: mx.array, experts: Experts) -> bool:
+def serves(x: mx.array, indices: mx.array, experts: Experts) -> bool:
     """Whether `expert_mlp` serves x (rows, hidden) and indices (rows, top_k) of served experts."""
     arrays = [a for part in experts.parts for a in (part.weight, part.bias) if a is not None]
     dtypes = {a.dtype for a in arrays if a.dtype is not None}
@@ -135,8 +136,8 @@ def expert_mlp(
 ) -> mx.array:
     """The result of each row's experts (rows * top_k, hidden), in the order of `indices`.
 
-    x: (rows, hidden).  indices: (rows, top_k) integers, the experts of each row.  `fits` says which
-    are served.  num_live: (1,) int32, 1 or more: the number of leading rows that are not padding;
+    x: (rows, hidden).  indices: (rows, top_k) integers, the experts of each row.  Both as `serves`
+    allows.  num_live: (1,) int32, 1 or more: the number of leading rows that are not padding;
     by default all.  Padding rows read no expert; their result is zero.  Sums are in float32;
     results are rounded where mlx-lm's operations round, quantised weights as by `mx.dequantize`.
     """
@@ -226,9 +227,8 @@ def expert_product(
     template: Template = {"T": x.dtype, **weight_values, "SPREAD": plan.spread, "DEPTH": depth}
     template |= {"ROW_TILES": row_tiles, "LANE_ROWS": lane_rows, "SIMDGROUPS": plan.simdgroups}
     template |= {"AT_ONCE": plan.at_once, "SHARE": share, "BIAS": weight.bias is not None}
-    template["ACTIVATION"] = _ACTIVATIONS[activation.kind] if activation else 0
-    template["ALPHA"] = bits(activation.alpha if activation else 0.0)
-    template["LIMIT"] = bits(activation.limit if activation else 0.0)
+    kind, alpha, limit = activation or (None, 0.0, 0.0)
+    template |= {"ACTIVATION": _ACTIVATIONS[kind], "ALPHA": bits(alpha), "LIMIT": bits(limit)}
     columns = _COLUMNS // 2 if up else _COLUMNS
     inputs = [x, indices, expert_plan.array, *arrays, *up_arrays]
     grid, threads = (-(-outputs // columns), expert_plan.num_tiles, 1), 32 * plan.simdgroups

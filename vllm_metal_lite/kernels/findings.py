@@ -31,7 +31,7 @@ class Findings:
             write_atomically(self.file, json.dumps(self.known, indent=1))
 
     def _read(self) -> None:
-        """Add the findings in the file, which other processes may have extended."""
+        """Add the findings of the file: other processes may have added some."""
         with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
             self.known.update(json.loads(self.file.read_text(encoding="utf-8")))
 

@@ -1,7 +1,7 @@
 """The gated delta rule over packed rows, which also computes Mamba 2's state space update."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.arguments import Columns, columns_template
 from vllm_metal_lite.kernels.launch import Kernel, Template, check_array
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm
 from vllm_metal_lite.kernels.store import TICKET
@@ -12,7 +12,7 @@ _GATED_DELTA = Kernel(
     ["y", "next_ticket"],
 )
 
-# Most simdgroups of a threadgroup: in general, and for tiles of wide keys.
+# The most SIMD groups of a threadgroup; and the most for tiles of wide keys.
 _SIMDGROUPS, _WIDE_SIMDGROUPS = 4, 8
 
 

@@ -1,14 +1,14 @@
 """The norm after a recurrence, and its gate, in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.arguments import Columns, columns_template
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits, check_array
 
 _GATED_RMS_NORM = Kernel("gated_rms_norm", ["x", "z", "weight"], ["y"])
 
-# The most threads of a threadgroup: for one group, and for several groups of one simdgroup each.
+# The most threads of a threadgroup with one group, and with several groups, each in one SIMD group.
 _THREADS, _PACKED_THREADS = 1024, 128
-# The longest group that one simdgroup serves.
+# The longest group that one SIMD group normalises.
 _SIMDGROUP_DIM = 512
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, bits, is_of_device
 from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore, new_ticket
@@ -85,7 +85,9 @@ def _runs(most: int, splits: int, heads: int, scale: float, spec: LayerSpec, siz
     arrays = q, q_pe, decode_metadata(none, none[0], 1, heads), store
     try:
         mx.eval(latent_attention(*arrays, scale=scale, splits=splits, simdgroups=most))
-    except Exception:  # if fewer do not run either, their launch raises, too
+    except Exception as e:  # if fewer do not run either, their launch raises, too
+        if not is_of_device(e):
+            raise
         return False
     return True
 

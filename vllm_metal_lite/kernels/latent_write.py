@@ -4,9 +4,8 @@ in one launch."""
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope, columns_template, norm_dtype
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 _ROWS = ("q", "latent", "k_pe", "weight", "freqs", "positions", "slot_mapping")

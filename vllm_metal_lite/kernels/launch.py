@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import one_line, our_fault
 from vllm_metal_lite.kernels import registry, source
 
 Template = dict[str, int | mx.Dtype]
@@ -24,7 +24,7 @@ _one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; n >= 1."""
+    """The smallest power of two that is not below n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -38,7 +38,8 @@ def bits(x: float) -> int:
 
 
 def grid_for(count: int) -> tuple[int, int]:
-    """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
+    """The threads of a threadgroup (a multiple of 32, at most 256) and the number of threadgroups
+    that together have at least `count` threads."""
     threads = min(256, -(-count // 32) * 32)
     return threads, -(-count // threads)
 
@@ -57,8 +58,16 @@ def check_array(
         raise ValueError(f"{name} must be {wanted}, not {array.shape} {array.dtype}")
 
 
+def is_of_device(error: Exception) -> bool:
+    """Whether a compiler, a driver or the device raised an error.  Any other error is a fault of
+    this package, and says nothing about a kernel."""
+    if isinstance(error, ValueError):  # MLX's for a pipeline that allows fewer threads
+        return str(error).startswith("Thread group size")
+    return isinstance(error, (RuntimeError, MemoryError, OSError))
+
+
 class KernelError(RuntimeError):
-    """A launch failed.  kernel: as in the registry.  why: the error in one line."""
+    """A launch failed.  kernel: its name in the registry.  why: the error in one line."""
 
     def __init__(self, kernel: str, error: Exception) -> None:
         self.kernel, self.why = kernel, one_line(error)
@@ -89,7 +98,7 @@ def placeholder() -> mx.array:
 class Kernel:
     """One kernel.  MLX compiles it once per set of template values, at the first launch.
 
-    inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
+    inputs, outputs: the names of the arrays in metal/NAME.metal.
     """
 
     def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -141,5 +150,6 @@ class Kernel:
         except Exception as e:
             if not one_by_one:
                 raise
-            raise KernelError(registry.name_of_launch(self.name, template), e) from e
+            error = e if is_of_device(e) else RuntimeError(our_fault(e))
+            raise KernelError(registry.name_of_launch(self.name, template), error) from e
         return results

@@ -8,12 +8,12 @@ from vllm_metal_lite.kernels.store import TICKET
 
 _MERGE_PARTITIONS = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
-# Most splits of a context.
+# The most splits of a context.
 _MAX_SPLITS = 64
 
 
 def num_splits(most: int, num_keys: int, min_keys: int) -> int:
-    """Splits of num_keys: at most `most`, with at least min_keys each.
+    """The number of splits of num_keys: at most `most`, with at least min_keys keys each.
 
     A power of two, so that few variants of a compiled step exist.
     """
@@ -22,7 +22,8 @@ def num_splits(most: int, num_keys: int, min_keys: int) -> int:
 
 
 def lse_output(*shape: int) -> Output:
-    """The output lse (B, H, splits) of a kernel.  It is the next ticket too, so it is not short."""
+    """The output lse (B, H, splits) of a kernel.  It is also the next ticket, so it has at least
+    MIN_ELEMENTS elements."""
     return (shape, mx.float32) if math.prod(shape) >= MIN_ELEMENTS else TICKET
 
 

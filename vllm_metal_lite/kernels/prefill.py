@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save

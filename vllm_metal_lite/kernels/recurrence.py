@@ -7,7 +7,7 @@ column of the state are computed before the launch.
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.arguments import Columns, columns_template
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Template, bits, check_array
 
 _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h

@@ -2,7 +2,7 @@
 
 One row for each kernel of metal/, and one for each use of a kernel that can fail by itself.  The
 choice of an attention path, the checks, `doctor`, the fallback in a step, the table in
-docs/kernels.md and the tools read these rows.
+docs/kernels.md and the tools read these rows.  CONTRIBUTING.md lists the files of a new kernel.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,23 +20,23 @@ _EXPERTS = "mlx-lm's experts are used"
 
 @dataclass(frozen=True)
 class KernelRow:
-    """name: in results of checks and in warnings.  A kernel is named like its file in metal/.
+    """name: the name in results and warnings.  A kernel is named like its file in metal/.
 
     fallback: the replacement, as a warning words it.
     check: "module.function" in checks/.
-    timed_against: the function of checks/fallbacks.py that times the kernel beside its
-        fallback; "": the kernel is not timed.
-    needs: kernels without which this one is neither used nor checked; they need none themselves.
+    timed: the function timed_NAME of that module times the kernel beside its fallback; "": the
+        kernel is not timed.
+    needs: the kernels without which this one is neither used nor checked.  They need none.
     base: the kernel that this is a use of; template: the values that the use sets.
     essential: nothing but the reference replaces the kernel, because no MLX operation may touch
         what kernels write.
-    prefill: as `Verdict.prefill`, if the kernel is a part of it.
+    prefill: the path of prompts that uses the kernel, if only one path does.
     """
 
     name: str
     fallback: str
     check: str
-    timed_against: str = ""
+    timed: str = ""
     needs: tuple[str, ...] = ()
     base: str = ""
     template: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ _ROWS = (
         "latent_prefill",
         _GATHER,
         "attention.prefill",
-        "prompts",
+        "prefill",
         needs=("latent_attention",),
         base="latent_attention",
         prefill="varlen",
@@ -85,7 +85,7 @@ _ROWS = (
         "prefix",
         needs=("paged_decode",),
     ),
-    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prefill="varlen"),
+    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prefill", prefill="varlen"),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.reorder", "reorder"),
     KernelRow(
         "rope_write", "prompts use MLX's norm and rotation, and kv_write", "new_rows.write", "write"

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.columns import Columns, columns_template
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope, columns_template, norm_dtype
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope, norm_dtype
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 from vllm_metal_lite.kv.store import LayerSpec
 
-# Template values of rows that are not rotated.
+# The template values of rows without a rotation.
 _NO_ROPE = Rope(0, False, None, 1.0, None).template
-# Template values that disable the fused inputs.
+# The template values that disable the inputs of new rows.
 _NO_NEW_ROWS: Template = {
     **_NO_ROPE,
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
@@ -81,7 +80,7 @@ _ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapp
 _ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])
 
 _SIMDGROUPS = 8
-# Heads per simdgroup, one after another, in steps of many rows.
+# How many heads a SIMD group serves, one after another, in steps of many rows.
 _HEADS = 4
 
 

@@ -8,11 +8,11 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import AttentionShape, ConvShape, GatedNormShape, RecurrentShape
 
 _FLOATS = mx.float32, mx.float16, mx.bfloat16
-# Largest head sizes.
+# The largest head sizes.
 _MAX_DECODE_DIM, _MAX_PREFILL_DIM = 576, 256
-# Largest latent and rotary key.
+# The largest sizes of a latent and of a rotary key.
 _MAX_LATENT_DIM, _MAX_ROPE_DIM = 512, 64
-# The largest rows of q and k of a recurrence, which lie in threadgroup memory, and of v.
+# The largest heads of a recurrence: of q and k, which lie in threadgroup memory, and of v.
 _MAX_K_DIM, _MAX_V_DIM = 256, 1024
 # The longest convolution: the rows before a row stay in registers.
 _MAX_KERNEL_SIZE = 8

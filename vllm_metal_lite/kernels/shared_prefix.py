@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits
 from vllm_metal_lite.kernels.merge_partitions import num_splits
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
 from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.store import STORE, LayerStore
 
 _ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")

@@ -4,9 +4,9 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel, Template, bits, check_array
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
-from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
+from vllm_metal_lite.kernels.weight_formats import Weight, inputs_of, readable, shape_of, spread_of
 from vllm_metal_lite.specs import WeightShape
 
 _SKINNY_GEMM = Kernel(
@@ -16,20 +16,20 @@ _SKINNY_GEMM = Kernel(
 _GATES = {None: 0, "silu": 1, "gelu_approx": 2}
 Gate = Literal["silu", "gelu_approx"]
 
-# Most rows per threadgroup; the sums of more rows take more registers.
+# The most rows of a threadgroup: the sums of more rows take too many registers.
 MAX_ROWS = 64
-# Fewest rows of the weight per threadgroup.
+# The fewest rows of the weight that a threadgroup multiplies.
 _COLUMNS = 16
 # The most rows whose products are made without matrix instructions.
 MAX_LANE_ROWS = 4
-# Bytes of threadgroup memory for sums.  Metal allows 32 KB for everything.
+# Bytes of threadgroup memory for sums.  Metal allows 32 KB in all.
 _SUM_BYTES = 31 << 10
 
 
 class GemmPlan(NamedTuple):
-    """simdgroups: share the depth.  at_once: loads in flight, of `spread` chunks of 32 weights.
-    columns: rows of the weight per threadgroup, 16 or 32.  in_lanes: without matrix instructions,
-    for at most MAX_LANE_ROWS rows."""
+    """simdgroups: the SIMD groups that share the depth.  at_once: the loads in flight.  spread: the
+    chunks of 32 weights in one load.  columns: the rows of the weight in a threadgroup, 16 or 32.
+    in_lanes: multiply without matrix instructions; only for MAX_LANE_ROWS rows and fewer."""
 
     simdgroups: int
     at_once: int
@@ -68,7 +68,7 @@ def multiplies_in_lanes(rows: int, weight: WeightShape) -> bool:
     return weight.quantisation is not None and rows <= profile().max_lane_rows
 
 
-def fits(x: mx.array, weight: Weight) -> bool:
+def serves(x: mx.array, weight: Weight) -> bool:
     """Whether `skinny_gemm` supports x (rows, depth) @ weight (outputs, depth).T."""
     return (
         len(x) <= MAX_ROWS
@@ -90,7 +90,7 @@ def skinny_gemm(
 ) -> mx.array:
     """x (rows, depth) @ weight (outputs, depth).T, in 16-bit floats, summed in float32.
 
-    `fits` says which inputs are served.  norm: is applied to x first, and has a weight.  bias:
+    `serves` says which inputs are served.  norm: is applied to x first, and has a weight.  bias:
     (outputs,), is added to the product.  gate: the result is the activation of y[:, :outputs / 2]
     times y[:, outputs / 2:].  residual: is added last, and has the result's shape.  plan: the
     default is `gemm_plan`'s.  The kernel rounds where the separate operations would.  It rounds a

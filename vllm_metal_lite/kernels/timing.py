@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import one_line, our_fault
 from vllm_metal_lite.kernels.findings import Findings
+from vllm_metal_lite.kernels.launch import is_of_device
 
 logger = logging.getLogger(__name__)
 
-# Does its work the given number of times, and waits for the device.
+# A function that does its work a given number of times, and waits for the device.
 Candidate = Callable[[int], object]
 
 
@@ -28,10 +29,10 @@ def seconds_alternating(
 ) -> list[float]:
     """Seconds per call of each candidate: the median of several rounds.
 
-    The candidates alternate, because clocks drift.  calls: a candidate's in a round.  There are
-    fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.  warm:
-    untimed calls first, to trace and compile.  ranks: the leader's times count: all ranks must make
-    the same calls.  So an error of one rank is raised on all.
+    The candidates alternate, because clocks drift.  calls: how often a round calls a candidate.
+    There are fewer rounds, then fewer calls, if a candidate would take more than `enough` seconds.
+    warm: the number of untimed calls before, which trace and compile.  ranks: all ranks make the
+    same calls, and take the leader's times.  An error of one rank is raised on all.
     """
 
     def seconds(candidate: Candidate, calls: int) -> float:
@@ -59,10 +60,10 @@ def seconds_alternating(
 def timed_once(
     key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
 ) -> str | None:
-    """The finding of `measure`, which runs once a machine; None, with a warning, on failure.
+    """The finding of `measure`, which runs once a machine; None, with a message, on failure.
 
-    what: the name of the work in messages.  kernel: is not used after a failure.  ranks: all take
-    the finding that the leader remembers, and `measure` fails on all of them or on none.
+    what: the name of the work in messages.  kernel: the kernel that is not used after a failure.
+    ranks: all take the finding that the leader remembers; `measure` fails on all or on none.
     """
     found = Findings()
     known = ranks.from_leader(found.known.get(key))
@@ -70,8 +71,11 @@ def timed_once(
         logger.info(f"timing {what}, once on this machine", extra={"transient": True})
         try:
             known = measure()
-        except Exception as e:  # from a compiler or a driver; the next start may succeed
-            logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+        except Exception as e:
+            if is_of_device(e):  # the next start may succeed
+                logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+            else:
+                logger.exception(f"{kernel} is not used: timing {what}: {our_fault(e)}")
             return None
         found.add(key, known)
     return known

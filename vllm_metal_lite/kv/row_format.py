@@ -77,15 +77,15 @@ class RowFormat:
         q = mx.clip(mx.round((groups - low) * inverse), 0, most).astype(mx.uint32)
         q = q.reshape(*rows.shape[:-1], -1, 32 // self.bits)
         words = (q << self._shifts).sum(axis=-1)
-        kept = mx.concatenate([scale, low.astype(self.dtype)], axis=-1).view(mx.uint32)
-        return mx.concatenate([words, kept.reshape(*rows.shape[:-1], -1)], axis=-1)
+        scales = mx.concatenate([scale, low.astype(self.dtype)], axis=-1).view(mx.uint32)
+        return mx.concatenate([words, scales.reshape(*rows.shape[:-1], -1)], axis=-1)
 
-    def unpack(self, kept: mx.array) -> mx.array:
+    def unpack(self, stored: mx.array) -> mx.array:
         """Convert stored rows (..., width) back to rows (..., dim)."""
         if self.bits is None or not self.dim:
-            return kept.astype(self.dtype)
-        shape = (*kept.shape[:-1], self.dim)
-        words, scales = mx.split(kept, [self.value_words], axis=-1)
+            return stored.astype(self.dtype)
+        shape = (*stored.shape[:-1], self.dim)
+        words, scales = mx.split(stored, [self.value_words], axis=-1)
         q = (words[..., None] >> self._shifts) & ((1 << self.bits) - 1)
         q = q.reshape(*shape[:-1], -1, self.group_size)
         scales = mx.contiguous(scales).view(self.dtype).reshape(*q.shape[:-1], 2)

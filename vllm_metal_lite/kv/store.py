@@ -51,11 +51,11 @@ class LayerSpec:
 class PagedStore:
     """K and V of every layer; `write` stores them, attention reads `keys` and `values`.
 
-    blocks: the KV groups, or the number of blocks of one group of all layers.
+    blocks: the KV groups, or a number: that many blocks of one group with all layers.
     shared: all groups take blocks from one pool, as in vLLM.  Layers at the same index of their
     groups then share arrays, and must have the same shape.
-    num_blocks: per group.  group_of: the group of each layer.
-    states: the state store; by default that of a model without any.
+    num_blocks: the blocks of each group.  group_of: the group of each layer.
+    states: the state store; None for a model without states.
     """
 
     def __init__(

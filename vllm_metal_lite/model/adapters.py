@@ -1,7 +1,7 @@
 """Adapters for modules that compute scores, masks, positions or latents without the seam.
 
 Each adapter uses the module's own weights and changes nothing outside packed forwards.  Other such
-modules run one segment at a time (sequences/kv_segments.py); these are worth the extra speed.
+modules run one segment at a time (kv_segments.py); these are worth the extra speed.
 
 DeepSeek V2, MiniCPM 3 and Youtu project one latent and one rotary key per token, like DeepSeek V3.
 mlx-lm caches the expanded heads, which are many times larger.  LatentAttention stores the latents

@@ -23,13 +23,13 @@ from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.state_store import StateSpec
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.calls import observing
+from vllm_metal_lite.model.seam.kv_segments import NATIVE_TYPES
 from vllm_metal_lite.model.seam.recurrent import noting_silu
-from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """A layer of the store; template: mlx-lm's own empty cache for it."""
+    """A layer of the store.  template: mlx-lm's own empty cache for the layer."""
 
     index: int
     template: Any
@@ -49,8 +49,9 @@ Node = PagedLayer | StateLayer | tuple | None
 
 @dataclass
 class Layout:
-    """nodes: one per cache in the model's list.  specs: the store's layers, in order.
+    """The caches of a model, and who uses them.
 
+    nodes: one per cache in the model's list.  specs: the store's layers, in order.
     states: the states of all recurrent layers.  kv_users, state_users: the modules that use K and
     V, or states, by path.
     """

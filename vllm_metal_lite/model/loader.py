@@ -16,7 +16,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError, Option, show
-from vllm_metal_lite.kernels.weights import shape_of
+from vllm_metal_lite.kernels.weight_formats import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.context import context_length
@@ -24,14 +24,14 @@ from vllm_metal_lite.model.files.checkpoint import read_model, refuse_wrong, sam
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
-from vllm_metal_lite.model.fit import Fit, fit, foresee
-from vllm_metal_lite.model.layout import Layout, find_layout
+from vllm_metal_lite.model.layer_weights import mixtures, product_weights
+from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel, body_of
-from vllm_metal_lite.model.ranks.shards import shard
-from vllm_metal_lite.model.ranks.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.seam.hooks import namespaces
+from vllm_metal_lite.model.shards import shard
+from vllm_metal_lite.model.stages import check_kinds, keep_stage
+from vllm_metal_lite.model.trial import fit, foresee
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.model.weights import mixtures, product_weights
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class LoadedModel:
         return sum(s.bytes_per_token for s in self.kv_specs)
 
     def with_kv_bits(self, kv_bits: int | None) -> "LoadedModel":
-        """The same model with K and V stored in 8 or 4 bits per value, or (None) unquantised.
+        """The same model with K and V stored in 8 or 4 bits per value; None: not quantised.
 
         Raises ConfigError, with the reason, if a layer's rows cannot be quantised.
         """
@@ -138,11 +138,11 @@ def load(
 ) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 
-    trust_remote_code: run Python code from the model's folder, if the tokenizer or the architecture
-    needs that.
-    dtype "auto": on a GPU the type of the weights; on a CPU float32, with quantised weights
-    expanded, because MLX's CPU backend is fast only in float32.
-    ranks: load this rank's shard or stage; all ranks must load the model at once.
+    trust_remote_code: whether Python code from the model's folder may run, if the tokenizer or the
+    architecture needs it.  dtype: "auto" means the type of the weights on a GPU.  On a CPU it means
+    float32, with quantised weights expanded, because MLX's CPU backend is fast only in float32.
+    ranks: the ranks that share the model.  This one loads its shard or stage; all must load at
+    once.
     """
     folder, name = find(name), str(name)
     model, tokenizer, config, no_answers = read_model(folder, name, dtype, trust_remote_code)
@@ -181,12 +181,12 @@ def from_model(
     tokenizer: TokenizerWrapper | None,
     config: dict[str, Any],
     name: str,
-    choose: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
+    choose: Callable[..., tuple[PackedModel, Usage]] = fit,
     ranks: RankGroup = ALONE,
 ) -> LoadedModel:
-    """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
+    """Wrap an mlx-lm model that is in memory; raises ModelLoadError if packed steps cannot run it.
 
-    choose: the mode.  ranks: the model is this rank's shard.
+    choose: `fit` or `foresee`.  ranks: the ranks that share the model, which is this rank's shard.
     """
     model_type = str(config.get("model_type"))
     refuse_wrong(name, model_type)

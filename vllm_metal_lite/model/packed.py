@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from vllm_metal_lite.attention.base import Step, StepAttention
+from vllm_metal_lite.attention.base import DeviceBatch, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.model.calls import unwrap_call, wrap_call
@@ -22,24 +22,24 @@ from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.pictures import rotating_by_axes, with_features
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
+from vllm_metal_lite.model.seam.sequences import SequenceStep, call_by_batches
 from vllm_metal_lite.model.seam.state_cache import StateCache
-from vllm_metal_lite.model.sequences.step import SequenceStep, call_by_batches
 
 
 class Mode(StrEnum):
     """How the modules that use caches run, from the fastest to the most general."""
 
     PACKED = "packed"  # on packed rows, through the seam (seam/)
-    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences/step.py)
-    BY_SEGMENT = "by segment"  # attention too, a segment at a time (sequences/kv_segments.py)
+    IN_SEQUENCES = "in sequences"  # those with recurrent states see sequences (sequences.py)
+    BY_SEGMENT = "by segment"  # attention too, a segment at a time (kv_segments.py)
 
 
 @dataclass
 class _HeadRows:
     """The rows that the body of a model hands to its head during a packed forward.
 
-    wanted: their indices; None: all rows.  hidden: all rows, (N, 1, hidden_size), once the body has
-    returned them.
+    wanted: the indices of the rows; None: all rows.  hidden: the hidden states (N, 1, hidden_size)
+    of all rows, once the body has returned them.
     """
 
     wanted: mx.array | None
@@ -60,15 +60,15 @@ class Fusion:
 
     @property
     def note(self) -> str:
-        """The part of the start-up line about fused launches."""
+        """The words about fused launches in the start-up line."""
         return ""
 
-    def building(self, step: Step) -> AbstractContextManager[None]:
+    def building(self, step: DeviceBatch) -> AbstractContextManager[None]:
         """Held while a forward is built."""
         return nullcontext()
 
     def without(self, failed_kernels: Collection[str]) -> "Fusion":
-        """The same without these kernels."""
+        """The same fusion, without these kernels."""
         return self
 
 

@@ -1,4 +1,8 @@
-"""Checks that a packed model's logits equal the model's own, up to rounding.
+"""Chooses the mode of a model at load time, by a trial against the model itself.
+
+The modes (`Mode`) are tried in order, the fastest first.  A mode fails if it raises, or if its
+logits differ from the model's own; the log has the traceback of an error of this package.  If all
+fail, ModelLoadError names the architecture and the reason.
 
 Rounding can move logits far: a token that rounding routes to another expert looks as wrong as a
 token with a wrong context.  So errors are compared with the model's own noise.  mlx-lm runs the
@@ -8,6 +12,7 @@ affected row by about the spread of the logits.  Rounding moves only some rows, 
 chunked rows just as often.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, partial
@@ -18,12 +23,18 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.attention.base import Attention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import ModelLoadError, is_our_fault, one_line
 from vllm_metal_lite.kernels.launch import KernelError
-from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedForward
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.layout import Layout
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, Mode, PackedForward, PackedModel
+from vllm_metal_lite.model.usage import Usage
+
+logger = logging.getLogger(__name__)
 
 # Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
 # Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
@@ -53,8 +64,11 @@ _DRAWS = 4
 
 
 class Row(NamedTuple):
-    """A row of a packed step.  kind of its segment: prompt, chunk, decode, or one row (a decode
-    alone in its step).  error: the distance of its logits.  request, position: its token."""
+    """A row of a packed step.
+
+    kind: what its segment is: a prompt, a chunk, a decode, or one row (a decode alone in its
+    step).  error: the distance of its logits.  request, position: where its token is.
+    """
 
     kind: str
     error: float
@@ -65,8 +79,8 @@ class Row(NamedTuple):
 class Draw:
     """Random tokens of two requests, and the model's own logits for them.
 
-    ranks: the distances are the leader's, and an error on one rank is raised on all, so all decide
-    alike.
+    ranks: all ranks use the leader's distances, and an error on one rank is raised on all.  So all
+    decide alike.
     """
 
     def __init__(
@@ -92,7 +106,7 @@ class Draw:
     def rows(
         self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> list[Row]:
-        """Run the steps through a packed model.  attention: over a store of 4 blocks."""
+        """Run the steps through a packed model.  attention: must be over a store of 4 blocks."""
         own = partial(self._own_rows, packed, attention, fusion)
         return [Row(*row) for row in self._of_all(own)]
 
@@ -135,10 +149,10 @@ def built_steps(
     sequences: Sequence[np.ndarray],
     fusion: Fusion = NO_FUSION,
 ) -> Iterator[tuple[Sequence[int], Sequence[int], mx.array, list[mx.array]]]:
-    """STEPS over the tokens of two requests: the graphs, unevaluated.
+    """Build the graphs of STEPS over the tokens of two requests, unevaluated.
 
-    attention: over a store of 4 blocks.  Yields each step's computed tokens, scheduled tokens,
-    logits (rows, V) and the attention's state.
+    attention: must be over a store of 4 blocks.  Yields each step's computed tokens, scheduled
+    tokens, logits (rows, V) and the attention's state.
     """
     size = attention.store.block_size
     inputs = InputBatch(2, 2 * size, size)
@@ -158,7 +172,7 @@ def built_steps(
 
 
 class Trial:
-    """Tries modes of a packed model; keeps the model's own logits for the next mode."""
+    """Compares modes of a packed model with the model itself, whose logits it keeps."""
 
     def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
         self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))
@@ -169,9 +183,9 @@ class Trial:
     def problem(
         self, packed: PackedForward, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> str | None:
-        """In one line how the logits of a packed model differ, or None if the model fits.
+        """Say in one line how the logits of a packed model differ; None if the model fits.
 
-        attention: attends over a store of 4 blocks.  An exception is no answer: the caller gets it.
+        attention: must be over a store of 4 blocks.  An exception is no answer: the caller gets it.
         """
         # Keys are kinds of rows.
         errors: dict[str, list[float]] = defaultdict(list)
@@ -203,7 +217,7 @@ class Trial:
 
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:
     """The share of (packed row, chunked row) pairs in which the packed row's distance is larger by
-    more than _LIMIT: at most half for rounding alone, nearly 1 for an attention error."""
+    more than _LIMIT.  With rounding alone it is at most half; with an attention error, nearly 1."""
     limits = np.sort(np.concatenate(noise)) + _LIMIT
     return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
 
@@ -226,3 +240,68 @@ def _native(model: nn.Module, tokens: np.ndarray, chunk: int) -> np.ndarray:
         logits = model(mx.array(tokens[start : start + chunk])[None], cache=cache)[0]
         parts.append(np.array(logits.astype(mx.float32)))
     return np.concatenate(parts)
+
+
+def fit(
+    model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE
+) -> tuple[PackedModel, Usage]:
+    """Try the modes of a model in turn; raises ModelLoadError if no mode fits.
+
+    Returns the model, ready for packed steps, and the shapes that the kernels must serve.
+
+    The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
+    evaluate them only in the thread that created them.
+    """
+    mx.eval(model.parameters())  # lazy ones of the files and of the adapters
+    try:
+        trial = Trial(model, layout.vocab_size, ranks)
+    except Exception as e:
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
+    packed, usage = _choose(model, layout, model_type, trial.problem)
+    if packed.by_segment is not None:
+        logger.warning(
+            f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
+            "context of every request, kernels are off, and even one request can run at half the "
+            f"speed of mlx-lm alone. Reason: {packed.by_segment}. Answers are correct. Please "
+            "report it, unless docs/models.md lists this type under attention by segment."
+        )
+    return packed, usage
+
+
+def foresee(
+    model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE
+) -> tuple[PackedModel, Usage]:
+    """What `fit` will probably return, found without reading a weight: graphs are built and not
+    evaluated.  `fit` also compares logits, so it may choose a later mode, or refuse the model."""
+    return _choose(model, layout, model_type, _build)
+
+
+def _build(packed: PackedForward, attention: ReferenceAttention) -> None:
+    for _ in built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS]):
+        pass
+
+
+def _choose(
+    model: nn.Module,
+    layout: Layout,
+    model_type: str,
+    problem_of: Callable[[PackedForward, ReferenceAttention], str | None],
+) -> tuple[PackedModel, Usage]:
+    """The first mode without a problem.  Raises ModelLoadError if all have one."""
+    reason = None  # why the previous mode does not fit
+    for mode in Mode:
+        if mode is Mode.IN_SEQUENCES and not layout.states:
+            continue
+        packed = PackedModel(model, layout, mode, reason)
+        store = PagedStore(layout.specs, 4, BLOCK, states=packed.state_store(2))
+        usage = Usage()
+        try:
+            reason = problem_of(usage.recorded(packed), ReferenceAttention(store))
+        except Exception as e:  # a model may use what the seam's stand-ins do not have
+            reason = f"{type(e).__name__}: {one_line(e)}"
+            if is_our_fault(e):
+                logger.exception(f"a fault of vllm-metal-lite: {model_type} does not run {mode}")
+        if reason is None:
+            return packed, usage
+        packed.release()
+    raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import mlx.nn as nn
+
 from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
+from vllm_metal_lite.model.layer_weights import MIXTURES
 from vllm_metal_lite.model.packed import PackedForward
 from vllm_metal_lite.model.seam.hooks import Hook, ScalingAt, hooked
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
@@ -21,17 +24,18 @@ from vllm_metal_lite.specs import AttentionShape, RecurrentShape, RopeShape
 class Usage:
     """The shapes of a model's operations.
 
-    recurrences: shapes of the layers that work on packed rows.  hidden_sizes: sizes of the
-    normalised rows, except heads.
+    recurrences: the shapes of recurrent layers that work on packed rows.  hidden_sizes: the sizes
+    of normalised rows, except heads.  experts_per_token: the most experts that one token uses.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[AttentionShape, None] = {}
         self.recurrences: dict[RecurrentShape, None] = {}
         self.hidden_sizes: dict[int, None] = {}
+        self.experts_per_token = 0
         self._head_norms: dict[int, float] = {}  # head size -> eps
         self._ropes: dict[tuple[int, RopeShape], None] = {}
-        # The newest scaled heads: the array, how many leading elements were scaled, the factor.
+        # The heads that were scaled last: (array, number of leading elements scaled, factor).
         self._scaled: tuple[mx.array, int, float] | None = None
 
     @property
@@ -40,11 +44,12 @@ class Usage:
         return tuple(sorted(found, key=str))
 
     def recorded(self, forward: PackedForward) -> PackedForward:
-        """The same forward, whose calls are recorded."""
+        """The same forward, but each call records its operations here."""
         recurrence = ReferenceRecurrence
         hooks: list[Hook] = [
             (ReferenceStepAttention, "attend", self._attend),
             *((recurrence, n, self._recur) for n in ("causal_conv", "gated_delta", "state_space")),
+            *((mixture, "__call__", self._mix) for mixture in MIXTURES),
             (mx.fast, "rms_norm", self._rms_norm),
             (mx.fast, "rope", self._rope),
             (mx.array, "at", self._at),
@@ -84,6 +89,12 @@ class Usage:
         self.recurrences[operation.shape] = None
         return original(step, key, operation)
 
+    def _mix(
+        self, original: Callable, layer: nn.Module, x: mx.array, indices: mx.array, **how: Any
+    ) -> mx.array:
+        self.experts_per_token = max(self.experts_per_token, indices.shape[-1])
+        return original(layer, x, indices, **how)
+
     def _rms_norm(
         self, original: Callable, x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any
     ) -> mx.array:
@@ -96,10 +107,8 @@ class Usage:
     def _rope(self, original: Callable, x: mx.array, dims: int, **how: Any) -> mx.array:
         angles = how["traditional"], how["base"], how["scale"]
         scaled, count, factor = self._scaled or (None, 0, 1.0)
-        factor = (
-            factor if scaled is x and count == dims else 1.0
-        )  # scales the first `dims` elements
-        rope = RopeShape(dims, *angles, factor=factor)
+        is_scaled = scaled is x and count == dims
+        rope = RopeShape(dims, *angles, factor=factor if is_scaled else 1.0)
         self._ropes[x.shape[-1], rope] = None
         return original(x, dims, **how)
 

@@ -13,12 +13,12 @@ from vllm_metal_lite.kv.store import PagedStore
 class BlockBytes:
     """Copies bytes from and to a store.  Views of the store stay open until `close`.
 
-    sizes: the bytes of a place, by group.  parts.py explains places and groups.
+    sizes: the number of bytes of a place, by group.  parts.py explains places and groups.
     """
 
     def __init__(self, store: PagedStore) -> None:
-        # The arrays of each group, and the rows of a place.  The order of the layers is part of
-        # what the bytes mean.
+        # The arrays of each group, and the number of rows of a place.  A file holds the layers in
+        # this order.
         self._groups: list[tuple[list[mx.array], int]] = []
         for group in range(len(store.num_blocks)):
             layers = [layer for layer, of in enumerate(store.group_of) if of == group]

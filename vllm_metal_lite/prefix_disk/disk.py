@@ -17,9 +17,10 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
-from vllm_metal_lite.prefix_disk.reader import Reader
-from vllm_metal_lite.prefix_disk.writer import Writer
+from vllm_metal_lite.prefix_disk.reader import DiskReader
+from vllm_metal_lite.prefix_disk.writer import DiskWriter
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
+from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
@@ -45,7 +46,7 @@ def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "Pref
     return PrefixDisk(folder, digest, scheduler, store)
 
 
-class PrefixDisk:
+class PrefixDisk(NoPrefixDisk):
     """Restores and keeps the prefixes of one engine, whose thread calls it."""
 
     def __init__(
@@ -54,16 +55,20 @@ class PrefixDisk:
         self.folder = folder
         self.blocks = BlockBytes(store)
         self.parts = Parts(scheduler.kv, digest, self.blocks.sizes)
-        self.writer = Writer(self.folder, self.parts, self.blocks)
-        self.reader = Reader(self.folder, self.parts, self.blocks, scheduler)
+        self.writer = DiskWriter(self.folder, self.parts, self.blocks)
+        self.reader = DiskReader(self.folder, self.parts, self.blocks, scheduler)
         self.description = f"kept in {folder.path}, at most {size_text(folder.quota)}"
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request waits for a read from the disk.  hit: its prefix in memory."""
-        if request.wants_restore is None:
+        if request not in self.reader.waits:
             self.writer.refresh()
-            request.wants_restore = self.reader.wants(request, hit)
-        return request.wants_restore
+            self.reader.decide(request, hit)
+        return self.reader.waits[request]
+
+    def restored_tokens(self, request: Request) -> int:
+        """How many tokens of a request's cached prefix came from the disk."""
+        return min(self.reader.restored.get(request, 0), request.num_cached_tokens)
 
     def step_finished(self, output: SchedulerOutput) -> None:
         """Learn from a completed step: which prefixes are used again, and how fast it was."""

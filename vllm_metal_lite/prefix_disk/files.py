@@ -11,13 +11,13 @@ from hashlib import sha256
 from pathlib import Path
 
 _MAGIC = b"VMLPFX02"
-# The header: these bytes, the checksum of all behind it, and the name of the model.
+# A header: these bytes, the checksum of all that follows the checksum, and the model's name.
 _CHECKED, _NAME = len(_MAGIC) + 32, 128
 HEADER = _CHECKED + _NAME
 
 
 def write_file(path: Path, key: bytes, model: str, data: bytes | memoryview) -> None:
-    """Create a file and have the disk keep it."""
+    """Create a file, and wait until it is on the disk."""
     name = model.encode(errors="replace")[-_NAME:].ljust(_NAME, b"\0")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(fd, "wb") as file:
@@ -28,7 +28,7 @@ def write_file(path: Path, key: bytes, model: str, data: bytes | memoryview) -> 
 
 
 def read_file(path: Path, key: bytes) -> memoryview:
-    """The data of a file.  Raises OSError, without a number for a damaged file."""
+    """The data of a file.  Raises OSError, whose `errno` is None for a damaged file."""
     if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would wait for ever
         raise OSError("it is not a file")
     content = memoryview(path.read_bytes())

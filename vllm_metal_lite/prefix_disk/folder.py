@@ -36,8 +36,8 @@ from vllm_metal_lite.prefix_disk.files import (
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 4096  # of the disk
-_NAME = re.compile("[0-9a-f]{32}")  # of a file: its key
+_PAGE = 4096  # bytes; the disk stores whole pages
+_NAME = re.compile("[0-9a-f]{32}")  # a file has its key as its name
 _FOLDERS = "[0-9a-f][0-9a-f]"
 # Seconds to wait for another process, and between two attempts.
 _LONGEST_WAIT, _PAUSE = 10.0, 0.001
@@ -50,7 +50,7 @@ def _size_in_quota(num_bytes: int) -> int:
 
 
 class Folder:
-    """Files by key, at most `quota` bytes of them, temporary files included.
+    """Holds files by key, at most `quota` bytes of them, temporary files included.
 
     model: the name that `models` shows.  Keys of different models differ already.
     Any thread may call any method.  Methods raise OSError.
@@ -64,8 +64,10 @@ class Folder:
         self.num_errors = 0
         self._last_warning = ""
         self._model = model
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # in the quota; the oldest use first
-        self._version: tuple[int, int] | None = None  # of the folder with these sizes
+        self._sizes: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # in the quota; least recently used first
+        self._version: tuple[int, int] | None = None  # the folder had these sizes then
         self._last_use = 0
         self._new = path / "tmp" / "new"
         with self._locked():
@@ -78,9 +80,9 @@ class Folder:
 
     @contextmanager
     def _locked(self, changes: bool = True) -> Iterator[None]:
-        """Hold the lock, which excludes processes and threads, and know all files.
+        """Hold the lock against other processes and threads, and know all files.
 
-        changes: whether others must look at the files again.
+        changes: whether others must look at the files again afterwards.
         """
         tag, lock = self.path / "CACHEDIR.TAG", self.path / "lock"
         if not os.path.lexists(tag):  # the first call, or somebody removed the folder
@@ -94,8 +96,8 @@ class Folder:
             with open(fd, "wb", buffering=0):
                 self._wait_for(fd)
                 make_folder(self._new.parent)
-                remove(self._new)  # by a process that was killed
-                stat = os.fstat(fd)  # its size counts changes: a full disk has room for that
+                remove(self._new)  # a process that was killed may have left it
+                stat = os.fstat(fd)  # its size counts changes, also on a full disk
                 if (stat.st_ino, stat.st_size) != self._version:
                     self._look_at_files()
                 os.truncate(fd, stat.st_size + changes)
@@ -105,7 +107,7 @@ class Folder:
             self._version = None
             raise
         finally:
-            time.sleep(2 * _PAUSE)  # those that wait go before a thread that comes again at once
+            time.sleep(2 * _PAUSE)  # or this thread could take the lock again before any that waits
 
     def _wait_for(self, lock: int) -> None:
         deadline = time.monotonic() + _LONGEST_WAIT
@@ -205,7 +207,8 @@ class Folder:
         return num_bytes
 
     def _make_room(self, size: int, kept: Container[bytes] = ()) -> bool:
-        """Evict the files used first, up to one to keep.  Whether `size` more bytes fit."""
+        """Evict least recently used files until `size` more bytes fit, or until the next file is
+        one of `kept`.  Returns whether the bytes fit."""
         left = self.quota - size - sum(self._sizes.values())
         while left < 0:
             oldest = next(iter(self._sizes), None)

@@ -25,7 +25,7 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup
 def namespace(
     model: LoadedModel, groups: Sequence[KVGroup], block_size: int, attention: str = "auto"
 ) -> bytes:
-    """16 bytes.  Models with equal namespaces compute equal blocks for equal names."""
+    """The namespace, 16 bytes.  Models that share one compute equal blocks for equal names."""
     packed = model.packed
     facts = {
         "versions": (version("mlx"), version("mlx-lm"), _code_digest()),

@@ -4,7 +4,7 @@ A place is a block of a KV group or a slot of a state.  Here states are one more
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from vllm_metal_lite.scheduler.request import Request
 class Part(NamedTuple):
     """A block of a KV group, or a state.
 
-    key: of the file.  name: of the block, or of the block before the state.  num_bytes: 0 if
-    the group has no layers here: such a block only counts tokens, and has no file.
+    key: the key of its file.  name: the name of the block, or of the block before the state.
+    num_bytes: 0 if the group has no layers here: such a block only counts tokens, and has no file.
     """
 
     key: bytes
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 class Parts:
     """The parts of prefixes, which are given as the names of their blocks.
 
-    digest: the namespace's.  sizes: the bytes of a part, by group.  is_off: after a reset.
+    digest: the namespace.  sizes: the number of bytes of a part, by group.  is_off: set by a reset.
     """
 
     # Shorter prefixes are neither written nor restored.
@@ -38,11 +38,7 @@ class Parts:
     def __init__(self, kv: KVCacheManager, digest: bytes, sizes: Sequence[int]) -> None:
         self.kv, self.digest, self._sizes = kv, digest, sizes
         self.is_off = False
-        self._pools = list(kv.pools)
-        self._name_in: list[Callable[[int, bytes], bool]] = [pool.name for pool in kv.pools]
-        if kv.states is not None:
-            self._pools.append(kv.states.pool)
-            self._name_in.append(kv.states.name)
+        self._pools = [*kv.pools, *([] if kv.states is None else [kv.states])]
 
     def are_kept(self, num_tokens: int) -> bool:
         """Whether prefixes of this length are written and restored."""
@@ -50,7 +46,7 @@ class Parts:
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether the first parts of a prefix are those of a shorter one."""
+        """Whether the first parts of a prefix are a shorter prefix that is of use."""
         return self.kv.states is None and all(group.window is None for group in self.kv.groups)
 
     def of(self, names: Sequence[bytes]) -> Iterator[Part]:
@@ -71,7 +67,7 @@ class Parts:
         return self._pools[part.group].lookup(part.name)
 
     def longest(self, request: Request, on_disk: Collection[bytes]) -> int:
-        """The most blocks of a request whose parts are all in memory or on the disk."""
+        """The number of blocks in the longest prefix of a request that memory and disk hold."""
 
         def find(group: int, name: bytes) -> bool | None:
             part = self._part(group, name)
@@ -85,7 +81,7 @@ class Parts:
     def claim(self, parts: Sequence[Part], spare_blocks: Sequence[int]) -> dict[Part, int]:
         """Take a place for every part; if a group has too few, take none, and return {}.
 
-        spare_blocks: by KV group.
+        spare_blocks: how many blocks each KV group can spare.
         """
         pools, spare = self._pools, [*spare_blocks]
         if self.kv.states is not None:
@@ -108,7 +104,7 @@ class Parts:
 
     def publish(self, part: Part, place: int) -> None:
         """Let requests find a part, which is complete."""
-        self._name_in[part.group](place, part.name)
+        self._pools[part.group].name(place, part.name)
 
     def release(self, places: dict[Part, int]) -> None:
         """Free places, the last first, so that the cache evicts the last parts first."""

@@ -10,32 +10,65 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
-from vllm_metal_lite.prefix_disk.speeds import Speeds
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 _THREADS = 4
 # Bytes that are read ahead of the copies to the store.
 _READ_AHEAD = 256 << 20
 # The most seconds that a restore may take beyond the time that computing takes.
 _PATIENCE = 10.0
+# Assumed until measured: bytes and tokens a second.
+_READ, _COMPUTE = 5e8, 300.0
+# The weight of the newest measurement.
+_NEWEST = 0.3
+# Each prefix that is computed raises the assumed speed, so that a slow disk is tried again.
+_DRIFT = 1.01
+# Smaller steps say little about the speed of long prompts.
+_MIN_ROWS = 256
 
 Read = Future[tuple[memoryview | None, float]]  # the data of a file, and the seconds
 
 
+class Speeds:
+    """The measured speeds.  read: bytes a second.  compute: tokens of prompts a second."""
+
+    def __init__(self) -> None:
+        self.read, self.compute = _READ, _COMPUTE
+
+    def prefer_reading(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether reading a prefix takes less time than computing it."""
+        is_faster = num_bytes / self.read < num_tokens / self.compute
+        if not is_faster and self.read < _READ:
+            self.read *= _DRIFT
+        return is_faster
+
+    def add_reads(self, num_bytes: int, seconds: float) -> None:
+        """Record a prefix of num_bytes, which all threads together read in `seconds`."""
+        self.read += _NEWEST * (num_bytes / max(seconds, 1e-6) - self.read)
+
+    def add_step(self, output: SchedulerOutput) -> None:
+        """Record a step that has just ended, if most rows are of prompts."""
+        rows = output.total_num_scheduled_tokens
+        if rows >= _MIN_ROWS and rows > 2 * output.num_decodes:
+            self.compute += _NEWEST * (rows / (output.seconds + 1e-6) - self.compute)
+
+
 @dataclass(eq=False)
 class Restore:
-    """One prefix.  The restore owns the blocks of all parts until its end, so that none is evicted.
+    """A prefix that is being read.  It owns the blocks of all its parts, so that none is evicted.
 
     num_tokens: the tokens that the disk adds.  needed: all parts of the prefix.  unread: the files
     of the parts that are not in memory, until a thread reads them.  deadline: the time (monotonic)
-    when the restore is late.  places: the block or slot of each part.  num_reads, num_bytes,
-    seconds: totals of all files and threads.
+    when the restore is late.  places: the block or slot of each part.  num_reads, num_bytes: the
+    files read, and their bytes.  seconds: the time of reading, summed over the threads.
     """
 
     request: Request
@@ -50,10 +83,12 @@ class Restore:
     seconds: float = 0.0
 
 
-class Reader:
+class DiskReader:
     """Restores prefixes of waiting requests.  Only the engine's thread calls it.
 
-    num_tokens: the tokens read from the disk, which requests did not compute.
+    num_tokens: how many tokens all restores have brought.
+    restored: the tokens that a restore has brought for a request.
+    waits: whether a request waits for the disk.  A request without an entry is not decided yet.
     """
 
     def __init__(
@@ -64,14 +99,15 @@ class Reader:
         self._scheduler, self._kv = scheduler, scheduler.kv
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-disk-reader")
         self.restore: Restore | None = None
-        self._has_candidates = False  # whether a waiting request may want a restore
+        self.restored: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self.waits: WeakKeyDictionary[Request, bool] = WeakKeyDictionary()
+        self._has_candidates = False  # whether a request may wait that has no restore yet
         self.speeds = Speeds()
 
-    def wants(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request should wait for a read from the disk.  hit: its prefix in memory."""
-        wants = self._find(request, hit) is not None
-        self._has_candidates |= wants
-        return wants
+    def decide(self, request: Request, hit: PrefixHit) -> None:
+        """Decide whether a request waits for the disk.  hit: its prefix in memory."""
+        self.waits[request] = waits = self._find(request, hit) is not None
+        self._has_candidates |= waits
 
     def _find(self, request: Request, hit: PrefixHit) -> Restore | None:
         """Plan the restore behind a hit in memory; None if computing the prefix is faster."""
@@ -98,22 +134,22 @@ class Reader:
         return not restore.reads or restore.reads[0][1].done() or self._must_stop(restore)
 
     def advance(self) -> None:
-        """Copy the parts that were read to the store, or begin with the next prefix."""
+        """Copy to the store what was read, or begin to read the next prefix."""
         if self.restore is not None:
             self._copy_arrived(self.restore)
-        elif request := next((r for r in self._scheduler.waiting if r.wants_restore), None):
+        elif request := next(filter(self.waits.get, self._scheduler.waiting), None):
             self._start(request)
         else:
             self._has_candidates = False
 
     def _start(self, request: Request) -> None:
         """Begin to read a request's prefix, if there is room for it."""
-        request.wants_restore = False
+        self.waits[request] = False
         restore = self._find(request, self._kv.find_prefix(request))
         if restore is not None:
             restore.places = self._parts.claim(restore.needed, self._scheduler.spare_blocks())
             if restore.places:
-                request.wants_restore, self.restore = True, restore
+                self.waits[request], self.restore = True, restore
                 self._submit_reads(restore)
 
     def _copy_arrived(self, restore: Restore) -> None:
@@ -135,7 +171,7 @@ class Reader:
         is_done = not restore.reads
         if is_done:
             self.num_tokens += restore.num_tokens
-            restore.request.num_restored_tokens = restore.num_tokens
+            self.restored[restore.request] = restore.num_tokens
         if is_done or self._must_stop(restore):
             self.stop()
 
@@ -154,7 +190,7 @@ class Reader:
         return data, time.monotonic() - start
 
     def _must_stop(self, restore: Restore) -> bool:
-        """Whether its request has ended, it takes too long, or running requests need its blocks."""
+        """Whether the request has ended, the restore is late, or others need its blocks."""
         has_ended = restore.request.status is RequestStatus.FINISHED
         is_late = time.monotonic() > restore.deadline
         return is_late or has_ended or self._kv.num_available < self._scheduler.num_running
@@ -170,7 +206,7 @@ class Reader:
             elif restore.num_reads:
                 at_once = min(restore.num_reads, _THREADS)
                 self.speeds.add_reads(restore.num_bytes, restore.seconds / at_once)
-            restore.request.wants_restore = False
+            self.waits[restore.request] = False
             self.restore = None
 
     def wait(self) -> None:

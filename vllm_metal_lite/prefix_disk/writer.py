@@ -13,16 +13,16 @@ from vllm_metal_lite.prefix_disk.block_bytes import BlockBytes
 from vllm_metal_lite.prefix_disk.folder import Folder
 from vllm_metal_lite.prefix_disk.parts import Part, Parts
 
-# Bytes that are copied at once.
+# Copies of blocks between two steps end with the one that reaches this number of bytes.
 _COPIED = 16 << 20
 # Prefixes that wait to be copied; further ones are dropped.
 _MOST_WAITING = 16
 
 
-class Writer:
+class DiskWriter:
     """Only the engine's thread calls it.
 
-    waiting: of each prefix, the parts that are not copied yet, and all keys.
+    waiting: for each prefix, the parts that are not copied yet, and the keys of all parts.
     """
 
     def __init__(self, folder: Folder, parts: Parts, blocks: BlockBytes) -> None:
@@ -62,7 +62,7 @@ class Writer:
             self.waiting.popleft()
 
     def _write(self, chain: Sequence[bytes], files: Sequence[tuple[bytes, memoryview]]) -> bool:
-        """Returns whether the rest of the prefix is worth a copy: no error, and room for all."""
+        """Write files; returns whether the folder has them all, and so may get the next ones."""
         try:
             self._folder.refresh()
             if chain:

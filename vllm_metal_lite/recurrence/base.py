@@ -19,7 +19,7 @@ from vllm_metal_lite.specs import ConvShape, RecurrenceShape
 class CausalConv:
     """A depthwise causal convolution.  x: (N, 1, C).  weight: (C, K, 1).  bias: (C,) or None.
 
-    silu: apply SiLU to the result.
+    silu: whether SiLU follows.
     """
 
     x: mx.array
@@ -64,7 +64,7 @@ class GatedDelta:
 
     @property
     def gates(self) -> mx.array:
-        """Factors of the state, of the shape of a, float32."""
+        """The factors of the state, float32, with the shape of `a`."""
         if self.lower_bound is None:
             gates = compute_g(self.A_log, self.a, self.dt_bias)
         else:
@@ -98,10 +98,10 @@ class StepRecurrence(Protocol):
     """One step's pass over the recurrent layers of a model.  Each state is used once."""
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
-        """The convolution's rows, (N, C)."""
+        """Returns the rows (N, C) of the convolution."""
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
-        """The rule's rows, (N, Hv, Dv)."""
+        """Returns the rows (N, Hv, Dv) of the rule."""
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
-        """The update's rows, (N, H, P)."""
+        """Returns the rows (N, H, P) of the update."""

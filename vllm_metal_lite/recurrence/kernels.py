@@ -8,14 +8,14 @@ its end.
 from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.recurrence import Gates, QKNorm, column_gates, delta_gates, time_gates
@@ -35,13 +35,13 @@ def pack_segments(
     checkpoints: Iterable[tuple[int, int, int]] = (),
     num_segments: int = 0,
 ) -> np.ndarray:
-    """The segments (S + 1 or more, 2 + 2 M) int32 of a step with S segments.
+    """Return the S segments of a step as the kernels read them: (S + 1 or more, 2 + 2 M) int32.
 
     cu_seqlens: (S+1,), empty segments allowed.  initial_slots: (S,), the slot whose state a segment
     starts from; EMPTY_SLOT: zeros.  final_slots: (S,), the slot that takes the state after the
     segment; EMPTY_SLOT: none.  num_rows: packed rows, padding included.  checkpoints: (segment,
     row, slot): `slot` takes the state that `segment` has before packed row `row`.
-    num_segments: the result has at least one row more.
+    num_segments: the result has at least num_segments + 1 rows.
     `ForwardBatch.validate` has checked these numbers: a wrong index in a kernel would corrupt
     memory.
 
@@ -72,8 +72,9 @@ def pack_segments(
 class SegmentPlan(NamedTuple):
     """A step's segments, as the kernels read them (`pack_segments`).
 
-    segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, of the convolutions.
-    max_seqlen: 1 if no segment has more rows, else 2, so that steps repeat.
+    segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, the tiles of the convolutions.
+    max_seqlen: 1 if no segment has more rows, otherwise 2, whatever the length, so that steps
+    repeat.
     """
 
     segments: mx.array
@@ -102,16 +103,13 @@ class SegmentPlan(NamedTuple):
         )
 
 
-class Ordered(Protocol):
-    """Holds the ticket, which each launch on a store takes and replaces."""
-
-    ticket: mx.array
-
-
 class KernelRecurrence:
-    """See StepRecurrence.  order: holds the ticket."""
+    """See StepRecurrence.
 
-    def __init__(self, state_store: StateStore, plan: SegmentPlan, order: Ordered) -> None:
+    order: an object with the `ticket` that each launch on a store takes and replaces.
+    """
+
+    def __init__(self, state_store: StateStore, plan: SegmentPlan, order: Any) -> None:
         self.state_store, self.plan, self.order = state_store, plan, order
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
@@ -146,7 +144,7 @@ class KernelRecurrence:
         norm: QKNorm | None = None,
         skip: mx.array | None = None,
     ) -> mx.array:
-        """columns: q, k and v."""
+        """Launch `gated_delta`.  columns: those of q, k and v."""
         inputs = *columns, gates, self.state_store[key], self.plan.segments, self.order.ticket
         longest = self.plan.max_seqlen
         y, self.order.ticket = gated_delta(

@@ -73,7 +73,8 @@ class ReferenceRecurrence:
         return self._scan(key, advance, u.x, u.b, u.c, u.dt)
 
     def _scan(self, key: Key, advance: Advance, *rows: mx.array) -> mx.array:
-        """Packed rows (N, 1, ...) through all batches, in order, with their states -> (N, ...)."""
+        """Run packed rows (N, 1, ...) through all batches, in order, with their states; returns
+        (N, ...)."""
         rows = tuple(x.squeeze(1) for x in rows)
         batches, packed = self._plan
         states, parts = BatchStates(self.state_store), []

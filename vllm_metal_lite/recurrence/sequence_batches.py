@@ -18,9 +18,10 @@ from vllm_metal_lite.kv.state_store import Key, StateStore
 class SequenceBatch:
     """B parts of segments, all of length L.
 
-    segments (B,): indices of the segments.  rows (B, L): their rows in the step.  start: tokens
-    before the first part's first row.  initial_slots, final_slots (B,): as in ForwardBatch; None if
-    all parts start from zeros.  part: how many parts of the same segments run before.
+    segments (B,): the indices of the segments.  rows (B, L): their rows in the step.  start: the
+    tokens computed before the rows of the first part.  initial_slots, final_slots (B,): as in
+    ForwardBatch; initial_slots is None if all parts start from zeros.  part: how many parts of the
+    same segments run before these.
     """
 
     index: int
@@ -63,7 +64,7 @@ def sequence_batches(batch: ForwardBatch, alone: bool = False) -> list[SequenceB
 
 
 def _parts(batch: ForwardBatch) -> tuple[np.ndarray, ...]:
-    """(segments, part, begins, ends, initial, final), one entry for each part of a segment."""
+    """Returns (segments, part, begins, ends, initial, final), with an entry for each part."""
     cu = batch.cu_seqlens_q
     finals = np.stack(
         [np.arange(batch.num_segments, dtype=np.int32), cu[1:], batch.final_slots], axis=1
@@ -138,7 +139,7 @@ class RowOrder:
         return x[self._index[seqs.index]].reshape(*seqs.rows.shape, *x.shape[1:])
 
     def pack(self, parts: Sequence[mx.array]) -> mx.array:
-        """Rows of the batches, (B * L, ...) each, in the order of the step, padded to its rows."""
+        """Put the rows (B * L, ...) of all batches in the order of the step, and pad them."""
         rows = joined(parts)
         if self._place is not None:
             rows = rows[self._place]
@@ -154,7 +155,7 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _index(rows: np.ndarray) -> slice | mx.array:
-    """Consecutive rows as a slice, which copies nothing."""
+    """The index of rows: a slice if they are consecutive, because a slice copies nothing."""
     first, count = int(rows[0]), len(rows)
     if (rows == np.arange(first, first + count)).all():
         return slice(first, first + count)

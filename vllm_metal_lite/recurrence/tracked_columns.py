@@ -6,7 +6,7 @@ from types import EllipsisType
 from typing import Any
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 
 # Operations that change an array in place.
 _ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
@@ -15,10 +15,9 @@ _assign = mx.array.__setitem__
 
 
 class ColumnsOf(mx.array):
-    """Rows (N, 1, ...) with an ordinary value, and their origin: Columns, or an origin of fusion
-    (fusion/traced.py).
+    """Rows (N, 1, ...) that remember their origin: Columns, or one that fusion/traced.py knows.
 
-    Views of whole rows know their columns too.  origin: None after a change in place.
+    Views of whole rows know their columns too.  origin: None once the rows were changed in place.
     """
 
     def __init__(self, value: mx.array, origin: Any) -> None:
@@ -71,6 +70,6 @@ for _name in _IN_PLACE:
 
 
 def columns_of(rows: mx.array) -> Columns:
-    """Rows (N, 1, ...) as columns of an array: of their source if known, else of a view."""
+    """Rows (N, 1, ...) as columns of the array that they come from, or else of a view."""
     known = getattr(rows, "columns", None)
     return known or Columns(rows.reshape(len(rows), -1), 0)

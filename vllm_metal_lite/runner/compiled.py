@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import is_our_fault, one_line
@@ -24,18 +24,18 @@ from vllm_metal_lite.model.packed import NO_FUSION, Fusion, Mode, PackedModel
 
 logger = logging.getLogger(__name__)
 
-# Variants kept (LRU); one load has a few.
+# The most variants that are kept; the least recently used goes first.  One load has a few.
 _MAX_VARIANTS = 64
 
 State = list[mx.array]
-# Logits (R, vocab_size) of a step's `logits_indices`; the hidden states (N, 1, hidden_size) of all
-# rows, if the step pools; the next state.
+# What a forward returns: the logits (R, vocab_size) of `logits_indices`; a list with the hidden
+# states (N, 1, hidden_size) of all rows if the step pools, else an empty list; the next state.
 Result = tuple[mx.array, list[mx.array], State]
-Forward = Callable[[Step, State], Result]
+Forward = Callable[[DeviceBatch, State], Result]
 
 
 class CompiledSteps:
-    """A model's forward; compiled for steps that repeat.
+    """Runs a model's forward, and compiles it for steps that repeat.
 
     reason: why steps run uncompiled, None if they may be compiled.  Whether a model can be traced
     is discovered on the first attempt.
@@ -53,9 +53,10 @@ class CompiledSteps:
         elif model.mode is not Mode.PACKED:
             self.reason = "some layers of this model see sequences"
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
-        self._seen: OrderedDict[tuple, None] = OrderedDict()  # ran once, not compiled
+        # Variants that ran once and were not compiled.
+        self._seen: OrderedDict[tuple, None] = OrderedDict()
 
-    def build(self, step: Step, state: State) -> Result:
+    def build(self, step: DeviceBatch, state: State) -> Result:
         """Build the forward of a step."""
         attention = self.attention.begin(step, state)
         # The rules of fusion know neither features nor three positions.
@@ -67,8 +68,8 @@ class CompiledSteps:
             raise RuntimeError("this model's head takes no hidden states that can be read")
         return logits, [hidden], attention.state
 
-    def __call__(self, step: Step, state: State) -> Result | None:
-        """The result of `build`, by compiled code; None: the caller must `build` the step."""
+    def __call__(self, step: DeviceBatch, state: State) -> Result | None:
+        """Run a step by compiled code.  Returns None if the caller must `build` the step."""
         if self.reason is not None or not step.plan.repeats or step.pictures is not None:
             return None
         # MLX keeps traces per thread.
@@ -89,7 +90,7 @@ class CompiledSteps:
             self._variants.clear()
             return None
 
-    def _must_repeat(self, step: Step, variant: tuple) -> bool:
+    def _must_repeat(self, step: DeviceBatch, variant: tuple) -> bool:
         """Whether a new variant must repeat before it is compiled."""
         if step.batch.num_decodes == step.batch.num_segments or variant in self._seen:
             self._seen.pop(variant, None)
@@ -99,7 +100,7 @@ class CompiledSteps:
 
 
 def _variant_of(tree: Any) -> Any:
-    """A step without the values of its arrays."""
+    """The step with the shape of each array in place of its values."""
     if isinstance(tree, mx.array):
         return tree.shape
     if isinstance(tree, dict):

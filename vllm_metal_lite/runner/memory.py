@@ -42,7 +42,7 @@ def size_store(
     config: EngineConfig,
     peak_of: Callable[[LoadedModel, EngineConfig, int], int] = step_peak_bytes,
 ) -> tuple[list[KVGroup], int, int]:
-    """(KV groups with their blocks, max_model_len, number of state slots) that fit on this device.
+    """Returns (KV groups with their blocks, max_model_len, number of state slots) for this device.
 
     peak_of: the bytes that a full step needs beyond weights, states and store.
     config.num_blocks, if given, sizes the first group; the other groups get the most that running
@@ -70,7 +70,7 @@ def size_store(
 
 
 def _wanted_length(model: LoadedModel, config: EngineConfig) -> int:
-    """config.max_model_len, or else the model's context."""
+    """The context length that the user asks for, or else the model's."""
     wanted, longest = config.max_model_len, model.max_position
     if model.context_guess is not None and (wanted is None or wanted > longest):
         used = "max_model_len may be larger" if wanted is None else f"max_model_len is {wanted}"
@@ -87,7 +87,7 @@ def _wanted_length(model: LoadedModel, config: EngineConfig) -> int:
 
 
 def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
-    """Bytes of K and V in these groups."""
+    """The bytes of K and V in these groups."""
     specs = model.kv_specs
     return sum(
         g.num_blocks * block_size * specs[layer].bytes_per_token
@@ -97,7 +97,7 @@ def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) 
 
 
 def _capacity(group: KVGroup, block_size: int) -> int:
-    """The longest context that the group holds: any length, if a window and a new token fit."""
+    """The longest context that the group holds.  A group whose window fits holds any length."""
     size = group.num_blocks * block_size
     return size if group.most_blocks(2 * size, 1, block_size) > group.num_blocks else _ANY_LENGTH
 
@@ -175,8 +175,8 @@ class _Sizing:
         return self._with_idle_windows(groups(num_blocks), left - size(num_blocks)), num_state_slots
 
     def _with_idle_windows(self, groups: list[KVGroup], room: float) -> list[KVGroup]:
-        """The groups, with windows of idle prefixes as far as `room` bytes hold them: at most one
-        for each average request that the first group holds."""
+        """Give the groups blocks for windows of idle prefixes, as far as `room` bytes hold them.
+        There is at most one such window for each average request that the first group holds."""
         if not self.config.enable_prefix_caching or room <= 0:
             return groups
         num_blocks = groups[0].num_blocks
@@ -189,13 +189,14 @@ class _Sizing:
         return [replace(g, num_blocks=g.num_blocks + int(part * count)) for g, count in pairs]
 
     def _state_slots(self, left: float, num_blocks: int) -> int:
-        """Slots of recurrent states: one per seat, and those of checkpoints.
+        """The number of slots for recurrent states: one per seat, and those of checkpoints.
 
-        left: bytes beside the weights and a step; with `num_blocks` given, beside the weights and
-        the store.  num_blocks: the most of the first group, and so the most checkpoints: each is at
-        the end of a block.  Checkpoints are few and large, and a prefix needs its checkpoint as
-        well as its blocks.  So they get _CHECKPOINT_SHARE of the bytes that the seats leave, and at
-        most _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib is given.
+        left: the bytes that weights and a step leave; if the user gave `num_blocks`, the bytes that
+        weights and store leave.  num_blocks: the most blocks of the first group.  Each checkpoint
+        is at the end of a block, so there are no more checkpoints than blocks.
+        Checkpoints are few and large, and a prefix needs its checkpoint as well as its blocks.  So
+        they get _CHECKPOINT_SHARE of the bytes that the seats leave, and at most
+        _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib is given.
         """
         config, seats, size = self.config, self.config.max_num_seqs, self.model.state_bytes
         if not size:
@@ -222,11 +223,11 @@ class _Sizing:
         return min(seats * self._blocks(self.max_model_len), owned)
 
     def _windowed_blocks(self, num_blocks: int, group: KVGroup) -> int:
-        """Blocks of a windowed group when the first group has num_blocks.
+        """The number of blocks of a windowed group when the first group has num_blocks.
 
-        The share is that of an average request, but at most what the group can ever own.  A larger
-        share favours short requests, a smaller share long contexts.  One request and a step of its
-        tokens always fit.
+        The group gets the share that an average request needs, but no more than it can ever own.
+        A larger share favours short requests, and a smaller share favours long contexts.  One
+        request and a step of its tokens always fit.
         """
         config, longest = self.config, self.max_model_len
         least = group.most_blocks(longest, config.max_num_batched_tokens, config.block_size)
@@ -234,15 +235,15 @@ class _Sizing:
         return min(most, max(math.ceil(self._share(group) * num_blocks), least))
 
     def _share(self, group: KVGroup) -> float:
-        """The blocks of a windowed group beside each block of the first group, for an average
-        request.  This is some windows long, at most half of the longest."""
+        """How many blocks of a windowed group an average request needs for each of its blocks in
+        the first group.  Such a request is some windows long, at most half of max_model_len."""
         longest = self.max_model_len
         average = min(_AVERAGE_WINDOWS * (group.window or longest), longest // 2)
         own = group.most_blocks(average, 1, self.config.block_size)
         return own / max(self._blocks(average), 1)
 
     def _states(self, num_slots: int) -> str:
-        """The part of a message about recurrent states."""
+        """The words about recurrent states in a message."""
         if not num_slots:
             return ""
         seats = self.config.max_num_seqs
@@ -251,7 +252,7 @@ class _Sizing:
         return f"{text} {_gib(num_slots * self.model.state_bytes)}"
 
     def _for_states(self, num_slots: int) -> tuple:
-        """The part of a message that names the options for fewer states."""
+        """The words in a message that name the options for fewer states."""
         text: tuple = (" or ", Option("max_num_seqs")) if num_slots else ()
         if num_slots > self.config.max_num_seqs:
             text += " or ", Option("state_cache_gib")

@@ -21,7 +21,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class _Pooling:
-    """sum: the hidden states of the rows so far, summed; a preempted prompt starts again."""
+    """A pooling request.
+
+    sum: the sum of the hidden states of its rows so far.  A preempted prompt starts again.
+    """
 
     params: PoolingParams
     num_prompt_tokens: int
@@ -41,7 +44,7 @@ class PoolingTable:
         self._poolings.pop(key, None)
 
     def extend(self, batch: ForwardBatch, keys: Sequence[Hashable]) -> ForwardBatch:
-        """A step's batch, with the rows that pooling requests read.  keys: one per segment."""
+        """Add the rows that pooling requests read to a step's batch.  keys: one per segment."""
         if not self._poolings:
             return batch
         terminal = set(batch.sample_segments.tolist())
@@ -62,7 +65,7 @@ class PoolingTable:
     def take(
         self, batch: ForwardBatch, keys: Sequence[Key], sums: np.ndarray | None
     ) -> Iterator[tuple[Key, np.ndarray]]:
-        """The embedding of each request whose prompt ends with a completed step.
+        """Yield the embedding of each request whose prompt ends with a completed step.
 
         sums: `StepResult.pooled`.  Requests that were removed while the step ran are left out.
         """
@@ -80,8 +83,11 @@ class PoolingTable:
 
 
 def pooled_sums(rows: PooledRows, hidden: mx.array) -> mx.array:
-    """The sums of rows of hidden (N, 1, hidden_size), which the model's head sees: (Q, hidden_size)
-    float32.  N may include padding."""
+    """Sum the ranges of rows: (Q, hidden_size) float32.
+
+    hidden: (N, 1, hidden_size), the hidden states that the model's head sees.  N may include
+    padding.
+    """
     hidden = hidden.reshape(-1, hidden.shape[-1])
     first, end = rows.ranges[:, 0], rows.ranges[:, 1]
     if (end - first == 1).all():

@@ -16,13 +16,13 @@ from vllm_metal_lite.sampling.sampler import SamplerOutput
 class StepResult:
     """A submitted step; reading a value waits for the step to end.
 
-    output: None for a step that samples nothing.
-    token_ids: (T,) int32, one per sampled row.  logprobs, prompt_logprobs: None unless requested.
-    no_token: row -> `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.
-    pooled: (Q, hidden_size) float32, the sums of PooledRows; None if the step pools nothing.
-    written: arrays that exist once the step has written to the store.
-    arrays: the arrays to wait for: the values, or `written` if the step has none.  If both are
-    empty, `wait` waits for all submitted work.  done: whether `wait` has returned; ended_at: when.
+    output: what the sampler returned; None if the step samples nothing.  token_ids: (T,) int32, one
+    per sampled row.  logprobs, prompt_logprobs: None if nobody asked.  no_token: row ->
+    `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.  pooled: (Q,
+    hidden_size) float32, the sums of PooledRows; None if the step pools nothing.  written: arrays
+    that exist once the step has written to the store.  arrays: the arrays that `wait` waits for:
+    the values, or `written` if the step has none.  If both are empty, `wait` waits for all
+    submitted work.  done: whether `wait` has returned.  ended_at: when it returned.
 
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
@@ -62,8 +62,11 @@ class StepResult:
 
     @cached_property
     def live_rows(self) -> list[range]:
-        """The rows of each terminal segment whose tokens count: the first, and each further row
-        while the token before it is the draft that the row was computed from."""
+        """The rows of each terminal segment whose tokens count.
+
+        The first row counts.  A later row counts if the row before counts and sampled the very
+        draft that the later row was computed from.
+        """
         drafts = self.batch.draft_token_ids.tolist()
         if not drafts:
             return [range(row, row + 1) for row in range(len(self.batch.sample_segments))]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Attention, Step
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -71,7 +71,7 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step.
 
-        masks: a function is called while the device runs the forward, and may be called again.
+        masks: may be a function, which is called while the device runs the forward, perhaps twice.
         after: the previous step, which holds the tokens that are unknown on the host; it has no
         drafts.  Raises if this step is invalid, or if the previous step failed before the host
         waited for it.  A kernel that fails is replaced (`StepPath.fallback`).
@@ -105,7 +105,7 @@ class ModelRunner:
             self._use(self.path.fallback(culprit))
         return culprit is not None
 
-    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
+    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> DeviceBatch:
         step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
         if not self.ranks.has_logits:  # evaluating any row sends the hidden states
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
@@ -137,7 +137,7 @@ class ModelRunner:
     def _sample_and_score(
         self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
     ) -> StepResult:
-        """The part of a forward's results that the host reads: samples, scores and sums."""
+        """Sample, score and pool: what the host reads of a forward."""
         logits, hidden, state = built
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])
@@ -181,9 +181,11 @@ class ModelRunner:
             last.wait()
 
 
-def known_tokens(step: Step, after: StepResult) -> mx.array:
-    """(num_rows,) int32: a step's token_ids, with the tokens that the step `after` samples in place
-    of UNKNOWN_TOKEN.  These are still on the device."""
+def known_tokens(step: DeviceBatch, after: StepResult) -> mx.array:
+    """The token_ids (num_rows,) int32 of a step, without UNKNOWN_TOKEN.
+
+    after: the step before, whose sampled tokens take its place.  They are still on the device.
+    """
     batch, num_rows = step.batch, step.num_rows
     unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
     if not len(unknown):
@@ -202,7 +204,7 @@ def known_tokens(step: Step, after: StepResult) -> mx.array:
 
 
 def padded_rows(num_tokens: int) -> int:
-    """Rows of a padded step.  Shapes must repeat: MLX only reuses buffers of similar size.
+    """The number of rows of a padded step.  Shapes must repeat: MLX reuses buffers of similar size.
 
     See `DeviceProfile.row_grains`.
     """

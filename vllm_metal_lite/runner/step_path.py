@@ -25,8 +25,9 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class StepPath:
-    """attention_reason: why this attention was chosen.
+    """How the steps of a model run: which attention, and what is fused.
 
+    attention_reason: why this attention was chosen.
     option, shapes, verdict: the arguments of `attention.select` that led to this attention.
     """
 
@@ -48,11 +49,11 @@ class StepPath:
 
     @property
     def failed_kernels(self) -> tuple[str, ...]:
-        """The kernels that fail on this device: their check, or a launch in a step."""
+        """The kernels whose check failed on this device, or that failed in a step."""
         return tuple(self.verdict.failures)
 
     def fallback(self, error: KernelError) -> "StepPath":
-        """The fallback if a kernel of this path fails, with a warning.
+        """The path to use after a kernel of this path has failed.  Logs a warning.
 
         Raises ConfigError if only the reference is left and the option forbids it.
         """
@@ -77,9 +78,10 @@ def is_out_of_memory(error: Exception | str) -> bool:
 
 
 def kernel_at_fault(again: Callable[[], None]) -> KernelError | None:
-    """The error of the kernel that fails if a step's forward is built again, launch by launch.
+    """Build the forward of a failed step again, launch by launch; return the error of the kernel
+    that fails.
 
-    again: builds the forward of the failed step.  None: no kernel is at fault, or memory ran out.
+    again: builds the forward.  None: no kernel is at fault, or memory ran out.
     """
     mx.synchronize()  # launches of the failed step may still run
     try:

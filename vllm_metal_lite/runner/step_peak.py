@@ -16,9 +16,8 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 
-# The attributes of mlx-lm's modules that hold the number of experts per token.
-_EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
-# Peak of a call by products, in sizes of its scores: measured 1.4, and 3.4 with sinks.
+# The peak memory of a call by products, as a multiple of its scores.  Measured: 1.4, and 3.4 with
+# sinks.
 _COPIES, _COPIES_WITH_SINKS = 1.5, 3.5
 # The scores of earlier calls are still in memory while MLX prepares the next call: measured on a
 # CPU, four calls without their copies.
@@ -26,7 +25,7 @@ _CALLS_AT_ONCE = 3
 
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a full step needs beyond weights, states and store.
+    """Measure the bytes that a full step needs beyond weights, states and store.
 
     The step has one chunk with earlier context, and logits for as many rows as may be sampled.  One
     repeated block holds the whole context, so the store is tiny.
@@ -67,18 +66,16 @@ def _run(
 
 
 def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """As `step_peak_bytes`, from the shapes of the model's weights; nothing runs.
+    """Estimate `step_peak_bytes` from the shapes of the model's weights; nothing runs.
 
-    Counts the outputs of a layer's products, twice to cover the values between them; the K and V
-    of one layer's context and the scores of calls that keep them; the logits of all sampled rows,
-    their float32 copy and its softmax.
+    The estimate is the sum of three parts: the outputs of a layer's products, twice to cover the
+    values between them; the K and V of one layer's context, and the scores of calls that keep them;
+    the logits of all sampled rows, their float32 copy and its softmax.
     """
     full, rows, context = _profiled_sizes(config, max_model_len)
     sampled = min(config.max_logits_rows, rows)
-    modules, item = model.packed.model.modules(), model.dtype.size
-    experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
-    width = 0
-    for m in modules:
+    item, experts, width = model.dtype.size, model.usage.experts_per_token, 0
+    for m in model.packed.model.modules():
         weight = m.get("weight")
         if weight is None or weight.ndim < 2 or weight.shape[-2] == model.vocab_size:
             continue
@@ -94,7 +91,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
 
 
 def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int, int]:
-    """(rows of a full step, rows of the measured step, context of the measured step)"""
+    """Returns (rows of a full step, rows of the measured step, context of the measured step)."""
     device = profile()
     full = min(config.max_num_batched_tokens, max_model_len)
     rows = min(full, device.profile_rows)
@@ -102,9 +99,9 @@ def _profiled_sizes(config: EngineConfig, max_model_len: int) -> tuple[int, int,
 
 
 def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_len: int) -> int:
-    """The memory that a step of `rows` needs at the longest context beyond a step at `context`.
+    """How many more bytes a step of `rows` needs at the longest context than at `context`.
 
-    That is a copy of the keys and values of two layers, and scores up to their bound.
+    These bytes are copies of the keys and values of two layers, and scores up to their bound.
     """
     longer = max(min(max_model_len, profile().max_gathered_keys) - context, 0)
     copies = 2 * longer * max((spec.bytes_per_token for spec in model.kv_specs), default=0)
@@ -115,7 +112,7 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
 def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
     """The most scores that calls keep in memory, with copies; 0 if MLX fuses all calls.
 
-    rows: those of one request.
+    rows: the rows of one request.
     """
     most = 0.0
     for shape in model.attention_shapes:

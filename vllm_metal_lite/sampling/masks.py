@@ -1,4 +1,4 @@
-"""Limits on the tokens of a row: masks over the vocabulary, and the interface of their makers."""
+"""Limits on the tokens of a row: masks over the vocabulary, and the interface that makes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import NOT_FINITE
 from vllm_metal_lite.sampling.logits import fused
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# Replace a token: all of the row's logits are -inf, or the best is NaN.
+# What replaces a token: MASKED if all of the row's logits are -inf, NAN if the best is NaN.
 MASKED, NAN = -2, -3
 
 
@@ -33,7 +33,7 @@ def why(
     has_grammar: bool = False,
     grammar_error: str = "",
 ) -> str:
-    """One line: why a row is MASKED or NAN (`reason`), after num_generated tokens."""
+    """Why a row is MASKED or NAN (`reason`) after num_generated tokens, in one line."""
     if grammar_error:
         return f"no token can be sampled: the grammar failed: {grammar_error}"
     if reason == NAN:

@@ -12,7 +12,6 @@ token that is not -inf.  Among several +inf the lowest id wins.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, log
 
 import numpy as np
 
@@ -22,36 +21,21 @@ from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import no_token
 from vllm_metal_lite.sampling.bad_words import BadWords
+from vllm_metal_lite.sampling.filters import Filters, RowFilters, thresholds
 from vllm_metal_lite.sampling.logprobs import Logprobs, gather_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.penalties import Penalties
 from vllm_metal_lite.sampling.processors import (
-    LARGE,
     NO_DRAFTS,
     AllowedTokens,
-    DeviceMasks,
     Drafts,
     LogitBias,
     MinTokens,
     Operation,
-    SampledRows,
+    SeatedRequest,
+    put_on_device,
 )
 from vllm_metal_lite.sampling_params import SamplingParams
-
-# A request's row of the host table.  Unused options have neutral values, so that an operation
-# another row needs leaves this row unchanged.
-_ROW = np.dtype(
-    [
-        ("seed", np.uint64),  # after `_mix`
-        ("num_generated", np.int32),
-        ("num_logprobs", np.int32),  # -1: not requested
-        ("temperature", np.float32),  # 0: greedy
-        ("min_p", np.float32),  # temperature * log(min_p), -inf: off
-        ("top_k", np.int32),  # 0: off
-        ("top_p", np.float32),  # 1 - top_p, -1: off
-    ]
-)
-_NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1), _ROW)
 
 
 @dataclass
@@ -72,14 +56,14 @@ _State = tuple[np.ndarray, mx.array, mx.array]
 
 @dataclass(frozen=True)
 class _SamplingMetadata:
-    """The graph inputs of a set of rows; None omits an operation."""
+    """The inputs of a step for a set of rows, on the device; None: no row needs them."""
 
     key: tuple[int, bytes]
     num_logprobs: int  # -1: none
     named: mx.array | None  # see gather_logprobs
     operations: list[Operation]
     temperature: mx.array | None  # None: all greedy
-    filters: list[ops.Filters]
+    filters: list[RowFilters]
 
 
 class Sampler:
@@ -93,21 +77,21 @@ class Sampler:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, ranks: RankGroup = ALONE) -> None:
         self.vocab_size, self._ranks = vocab_size, ranks
-        self._rows = np.full(max_num_seqs, _NEUTRAL)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)  # after `_mix`
+        self._num_generated = np.zeros(max_num_seqs, np.int32)
+        self._num_logprobs = np.full(max_num_seqs, -1)  # -1: not requested
         self._seats: set[int] = set()
         self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
-        self._allowed = AllowedTokens()
-        self._bad_words = BadWords(max_num_seqs)
-        self._bias = LogitBias()
-        self._min_tokens = MinTokens(self._rows["num_generated"])
-        self._penalties = Penalties(max_num_seqs, vocab_size)
+        self._bad_words = BadWords(vocab_size, max_num_seqs)
+        self._penalties = Penalties(vocab_size, max_num_seqs)
         self._processors = (  # in the order of their application
-            self._allowed,
+            AllowedTokens(vocab_size),
             self._bad_words,
-            self._bias,
-            self._min_tokens,
+            LogitBias(vocab_size),
+            MinTokens(vocab_size, self._num_generated),
             self._penalties,
         )
+        self._filters = Filters(vocab_size, max_num_seqs)
         self._version = 0  # counts changes of the options
         self._metadata: _SamplingMetadata | None = None
 
@@ -132,29 +116,19 @@ class Sampler:
         self.remove(req_index)
         self._version += 1
         self._seats.add(req_index)
-        token_ids, vocab_size = np.asarray(token_ids), self.vocab_size
-        row = self._rows[req_index]
-        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _INCREMENT)[0]
-        row["num_generated"] = len(token_ids) - num_prompt_tokens
-        row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
-        if logprob_token_ids:
-            row["num_logprobs"] = len(logprob_token_ids)
-            self._named[req_index] = logprob_token_ids
-        if not params.greedy:
-            row["temperature"] = temperature = min(params.temperature, LARGE)
-            if params.min_p > 0:
-                row["min_p"] = temperature * log(params.min_p)
-            if 0 < params.top_k < vocab_size:
-                row["top_k"] = params.top_k
-            if params.top_p < 1:
-                row["top_p"] = 1 - params.top_p
-        if params.allowed_token_ids is not None:
-            self._allowed.add(req_index, params.allowed_token_ids, vocab_size)
-        self._bad_words.add(req_index, bad_words, token_ids[num_prompt_tokens:], vocab_size)
-        self._bias.add(req_index, params.logit_bias or {}, vocab_size)
         stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
-        self._min_tokens.add(req_index, params.min_tokens, stop_ids, vocab_size)
-        self._penalties.add(req_index, params, token_ids, num_prompt_tokens)
+        token_ids = np.asarray(token_ids)
+        request = SeatedRequest(params, token_ids, num_prompt_tokens, stop_ids, bad_words)
+        self._seeds[req_index] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _INCREMENT)[0]
+        self._num_generated[req_index] = request.num_generated
+        if logprob_token_ids:
+            self._num_logprobs[req_index] = len(logprob_token_ids)
+            self._named[req_index] = logprob_token_ids
+        elif params.logprobs is not None:
+            self._num_logprobs[req_index] = params.logprobs
+        for processor in self._processors:
+            processor.add(req_index, request)
+        self._filters.add(req_index, params)
 
     def remove(self, req_index: int) -> None:
         """Free the seat; no effect if the seat is free."""
@@ -162,21 +136,20 @@ class Sampler:
             return
         self._version += 1
         self._seats.remove(req_index)
-        self._rows[req_index] = _NEUTRAL
+        self._num_logprobs[req_index] = -1
         self._named.pop(req_index, None)
-        for processor in self._processors:
-            processor.remove(req_index)
+        for option in (*self._processors, self._filters):
+            option.remove(req_index)
 
     @property
     def state(self) -> _State:
-        """The state that a call changes, for a step that fails.  Valid until `add` or `remove`."""
-        counts = self._rows["num_generated"].copy()
-        return counts, self._penalties.seen, self._bad_words.recent
+        """What a call changes, to be set if the step fails.  Valid until `add` or `remove`."""
+        return self._num_generated.copy(), self._penalties.seen, self._bad_words.recent
 
     @state.setter
     def state(self, state: _State) -> None:
-        # Copied into the table: `MinTokens` has a view of it.
-        self._rows["num_generated"], self._penalties.seen, self._bad_words.recent = state
+        # Copied into the array, which `MinTokens` has too.
+        self._num_generated[:], self._penalties.seen, self._bad_words.recent = state
         self._metadata = None
 
     def __call__(
@@ -195,14 +168,10 @@ class Sampler:
         draft_token_ids: see ForwardBatch; empty: no drafts.  A row after drafts is sampled as if
         these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """
-        if logits.shape != (len(req_indices), self.vocab_size):
-            raise ValueError(
-                f"logits must be ({len(req_indices)}, {self.vocab_size}), got {logits.shape}"
-            )
         drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
         metadata = self._metadata_for(req_indices, drafts)
         if grammar is not None:
-            logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
+            logits = put_on_device(grammar, len(req_indices))(logits)
         x = logits
         for operation in metadata.operations:
             x = operation.apply(x, grammar)
@@ -210,14 +179,14 @@ class Sampler:
             bits = ops.random_bits(self._keys(req_indices, drafts), self.vocab_size)
             x = x.astype(mx.float32)
             if metadata.filters:
-                floor = ops.thresholds(x, metadata.filters)
+                floor = thresholds(x, metadata.filters)
                 x = ops.perturb_above(x, floor, bits, metadata.temperature)
             else:
                 x = ops.perturb(x, bits, metadata.temperature)
         token_ids = self._ranks.from_rank_0(mx.argmax(x, -1).view(mx.int32))
         for_host = no_token.mark(x, token_ids)
         if drafts is None:
-            self._rows["num_generated"][req_indices] += 1
+            self._num_generated[req_indices] += 1
             stays = [operation.count(token_ids) for operation in metadata.operations]
             if not all(stays):
                 self._metadata = None
@@ -228,28 +197,25 @@ class Sampler:
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Count a request's tokens of a step with drafts."""
-        self._rows["num_generated"][req_index] += len(token_ids)
-        self._bad_words.accept(req_index, token_ids)
-        self._penalties.accept(req_index, token_ids)
+        self._num_generated[req_index] += len(token_ids)
+        for processor in self._processors:
+            processor.accept(req_index, token_ids)
 
     def _metadata_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _SamplingMetadata:
         """The metadata of these rows; an unchanged decode batch reuses its metadata."""
         key = (self._version, req_indices.tobytes())
         if drafts is None and self._metadata is not None and self._metadata.key == key:
             return self._metadata
-        table = self._rows[req_indices]
-        temperature, num_logprobs = table["temperature"], int(table["num_logprobs"].max())
-        filters = table["min_p"], table["top_k"], table["top_p"]
-        sampled = SampledRows(req_indices, drafts)
-        operations = [processor.of_rows(sampled) for processor in self._processors]
-        draws = temperature.any()
+        num_logprobs = int(self._num_logprobs[req_indices].max())
+        operations = [processor.of_rows((req_indices, drafts)) for processor in self._processors]
+        temperature, filters = self._filters.of_rows(req_indices)
         metadata = _SamplingMetadata(
             key=key,
             num_logprobs=num_logprobs,
             named=self._select_named(req_indices, num_logprobs),
             operations=[operation for operation in operations if operation is not None],
-            temperature=ops.column(temperature) if draws else None,
-            filters=ops.make_filters(temperature, *filters, self.vocab_size) if draws else [],
+            temperature=temperature,
+            filters=filters,
         )
         self._metadata = metadata if drafts is None else None
         return metadata
@@ -262,10 +228,9 @@ class Sampler:
 
     def _keys(self, req_indices: np.ndarray, drafts: Drafts | None) -> mx.array:
         """(T, 2) uint32, the key of each row's noise."""
-        table = self._rows[req_indices]
-        count = table["num_generated"].astype(np.uint64)
+        count = self._num_generated[req_indices].astype(np.uint64)
         counter = (count if drafts is None else count + drafts.depth) * _INCREMENT
-        return mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
+        return mx.array(_mix(self._seeds[req_indices] + counter).view(np.uint32).reshape(-1, 2))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

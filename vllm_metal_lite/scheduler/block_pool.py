@@ -71,7 +71,7 @@ class BlockPool:
         blocks = self._free[: -n - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
         while len(blocks) < n:
-            block, _ = self._cached.popitem(last=False)
+            del self._cached[block := self._least_useful()]
             self._forget(block)
             self.num_evicted += 1
             blocks.append(block)
@@ -148,6 +148,10 @@ class BlockPool:
     def reset(self) -> None:
         """Forget every name; owners keep their blocks."""
         self.unname(list(self._by_name.values()))
+
+    def _least_useful(self) -> int:
+        """The least recently used of the cached blocks."""
+        return next(iter(self._cached))
 
     def _forget(self, block: int) -> None:
         name = self._name[block]

@@ -1,74 +1,85 @@
-"""Chooses where a prompt's states are kept for later prompts.
+"""Where requests leave states for later prompts, and what such a checkpoint is worth.
 
 A state takes as much memory as K and V of thousands of tokens.  So checkpoints are few, at
 positions where later prompts are likely to start:
 
 - the end of the prompt: for the same prompt, and for the conversation's next turn;
-- the junction: where the known blocks of the prompt end, without a state.  Other prompts probably
+- the junction: where the cached blocks of the prompt end, without a state.  Other prompts probably
   share this prefix too, a system prompt for example;
 - positions that the caller names, such as the end of each message;
-- every INTERVAL tokens of a long prompt, for a prompt that differs from there on.  These are
-  disposable: evicted before others.
+- 256, 512, 1,024, ... tokens before the end.  So a prompt that differs from this one in its last n
+  tokens computes at most n tokens that it need not, or 256;
+- the end of each block of the answer, in place of the answer's checkpoint before.
 
-A decoding request also keeps the state at the end of its last whole block (state_scheduler.py).
+If slots run out, the checkpoint that is worth least is evicted (`state_slots.py`).
 """
 
-from bisect import insort
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import count, takewhile
 
-INTERVAL = 4096
+from vllm_metal_lite.scheduler.request import Request
+
+# Tokens from the last checkpoint inside a prompt to the prompt's end.
+NEAREST = 256
 # The most positions that a caller may name for one prompt.  More would evict the states of others.
 MAX_NAMED = 8
+# How many times less a checkpoint is worth after one prompt has passed it.  That was probably the
+# next turn of its conversation.  A second prompt makes it a fork.
+_PASSED = 8
 
 
-class PlannedCheckpoint(NamedTuple):
-    """A state to keep after `position` tokens.  disposable: evicted before others.  shared:
-    several conversations use it (state_slots.py)."""
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The state after the first `position` tokens of a request, in `slot`.
+
+    num_next: how many prompts continue from here, expected ones included.  0: the end of a
+    conversation.  1: one prompt has passed.  More: prompts fork here.
+    before: the nearest checkpoint before this one on the request's path; None: there is none.
+    used_at: the pool's clock at the last use.  has_name: whether prompts can start here.
+    """
 
     position: int
-    disposable: bool = False
-    shared: bool = False
+    slot: int
+    num_next: int = 0
+    before: "Checkpoint | None" = None
+    used_at: float = 0.0
+    has_name: bool = False
+
+    def priority(self) -> float:
+        """What it is worth, plus `used_at`: the checkpoint with the lowest sum is evicted.
+
+        The worth is how many tokens a prompt would compute without it, back to the checkpoint
+        before, and an eighth of them if one prompt has passed.
+        """
+        before = self.before
+        if before is not None and not before.has_name:
+            while before is not None and not before.has_name:
+                before = before.before
+            self.before = before
+        num_tokens = self.position if before is None else self.position - before.position
+        return self.used_at + (num_tokens / _PASSED if self.num_next == 1 else num_tokens)
 
 
-def plan_checkpoints(
-    num_tokens: int,
-    start: int,
-    last_boundary: Callable[[int], int],
-    junction: int,
-    checkpoint_positions: Iterable[int],
-) -> list[PlannedCheckpoint]:
-    """The checkpoints of a prompt of num_tokens that is computed from `start` on, in order.
+def likely_starts(request: Request, start: int, junction: int, block_size: int) -> dict[int, int]:
+    """Position -> num_next of the checkpoints that later prompts will probably start from.
 
-    last_boundary: `Request.last_boundary`.  junction: end of the known blocks, or `start`.
-    checkpoint_positions: named by the caller.  Of too many, the first one, which most prompts
-    share, and the last ones are used.
+    start: where the request starts.  junction: where its cached blocks end, or `start`.  If the
+    caller names too many positions, the first one, which most prompts share, and the last ones
+    count.
     """
-    end = last_boundary(num_tokens - 1)
-    wanted = sorted(set(map(last_boundary, checkpoint_positions)))
-    wanted = [at for at in wanted if start < at <= end]
-    if len(wanted) > MAX_NAMED:
-        wanted = [wanted[0], *wanted[1 - MAX_NAMED :]]
-    kept = {at for at in (*wanted, junction, end) if start < at <= end}
-    first = (start // INTERVAL + 1) * INTERVAL
-    passing = set(map(last_boundary, range(first, end, INTERVAL))) - kept
-    planned = [PlannedCheckpoint(at, shared=at == junction) for at in kept]
-    return sorted(
-        planned + [PlannedCheckpoint(at, disposable=True) for at in passing if at > start]
-    )
+    end = request.last_boundary(request.num_tokens - 1, block_size)
+    junction = request.last_boundary(junction, block_size)
+    ends = {request.last_boundary(at, block_size) for at in request.checkpoint_positions}
+    named = sorted(at for at in ends if start < at <= end)
+    if len(named) > MAX_NAMED:
+        named = [named[0], *named[1 - MAX_NAMED :]]
+    # The conversation continues from its last named position; at the others, conversations fork.
+    starts = {end: 0, **dict.fromkeys(named[:-1], 2), **dict.fromkeys(named[-1:], 0), junction: 2}
+    return {at: num_next for at, num_next in starts.items() if at > start}
 
 
-def end_of_turn(
-    num_tokens: int, last_boundary: Callable[[int], int], checkpoint_positions: Iterable[int]
-) -> int:
-    """The position from which a prompt with the same beginning is the conversation's next turn:
-    the last one that the caller names, or the end of the prompt."""
-    end = last_boundary(num_tokens - 1)
-    ends = map(last_boundary, checkpoint_positions)
-    return max((at for at in ends if at <= end), default=end)
-
-
-def add_planned(planned: list[PlannedCheckpoint], position: int) -> None:
-    """Add a checkpoint that another prompt waits for."""
-    planned[:] = [p for p in planned if p.position != position]
-    insort(planned, PlannedCheckpoint(position, shared=True))
+def inner_starts(request: Request, start: int, block_size: int) -> dict[int, int]:
+    """Position -> num_next of the checkpoints for prompts that differ from here on."""
+    distances = (NEAREST << i for i in count())
+    ends = (request.last_boundary(max(request.num_tokens - n, 0), block_size) for n in distances)
+    return dict.fromkeys(takewhile(lambda at: at > start, ends), 1)

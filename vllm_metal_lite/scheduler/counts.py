@@ -38,12 +38,12 @@ def count(scheduler: Scheduler) -> dict[str, int]:
     """
     blocks = {}
     if (states := scheduler.kv.states) is not None:
-        blocks["state_slots_total"] = states.pool.num_blocks
-        blocks["state_slots_free"] = states.pool.num_free
-        blocks["state_slots_cached"] = states.pool.num_cached
-        blocks["state_slots_owned"] = states.pool.num_owned
+        blocks["state_slots_total"] = states.num_blocks
+        blocks["state_slots_free"] = states.num_free
+        blocks["state_slots_cached"] = states.num_cached
+        blocks["state_slots_owned"] = states.num_owned
         blocks["state_checkpoints_taken"] = states.num_taken
-        blocks["state_checkpoints_evicted"] = states.pool.num_evicted
+        blocks["state_checkpoints_evicted"] = states.num_evicted
     for i, (group, pool) in enumerate(zip(scheduler.kv.groups, scheduler.kv.pools, strict=True)):
         kind = f"_window_{group.window}" if i else ""
         blocks[f"blocks_total{kind}"] = pool.num_blocks

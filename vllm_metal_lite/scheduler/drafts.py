@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler_output import Checkpoint, SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 
 # (Request, the most tokens) pairs -> the drafts of each; [] for none.
@@ -31,7 +31,7 @@ class DraftScheduler:
     @property
     def has_room(self) -> bool:
         """Whether a decode may get drafts: with recurrent layers it needs a second slot."""
-        return self.kv.states is None or self.kv.states.pool.num_available > 0
+        return self.kv.states is None or self.kv.states.num_available > 0
 
     def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
         """Lengthen decodes of a scheduled step whose tokens are all known.
@@ -54,7 +54,7 @@ class DraftScheduler:
             owned = segment.request.num_blocks
             most = (owned + max(spare, 0)) * self.kv.block_size - segment.end
             draft = draft[: min(cap, most)]
-            if not draft or not self._take_state(segment):
+            if not draft or not (self._states is None or self._states.lengthen(segment)):
                 continue
             self._lengthen(segment, draft)
             spare -= segment.request.num_blocks - owned
@@ -66,19 +66,12 @@ class DraftScheduler:
             out.num_decodes, out.has_drafts = len(plain), True
 
     def _room(self, segment: Segment) -> int:
-        """The most drafts of a decode: the token that follows them is within max_length, too."""
+        """The most drafts of a decode.  The token after them is within max_length, too."""
         request, size = segment.request, self.kv.block_size
         if request.token_ids[-1] == UNKNOWN_TOKEN:
             return 0
         most = request.max_length - request.num_tokens - 1
         return most if self._states is None else min(most, -segment.end % size)
-
-    def _take_state(self, segment: Segment) -> bool:
-        if self.kv.states is not None:
-            state = self.kv.states.draft(segment.request)
-            segment.state = state or segment.state
-            return state is not None
-        return True
 
     def _lengthen(self, segment: Segment, draft: Sequence[int]) -> None:
         start, end = segment.num_computed, segment.end + len(draft)
@@ -97,14 +90,12 @@ class DraftScheduler:
         """
         request, first = segment.request, segment.num_computed + 1
         request.token_ids += accepted
-        if self.kv.states is not None and len(accepted) < len(segment.draft_token_ids):
-            self.kv.states.take_back(request)
+        if self._states is not None and len(accepted) < len(segment.draft_token_ids):
+            self._states.states.take_back(request)
             request.num_computed_tokens = segment.num_computed
             return False
         request.num_computed_tokens = end = first + len(accepted)
         output.named += self.kv.name_blocks(request, first, end)
-        if self._states is not None and end % self.kv.block_size == 0 and self.kv.enable_caching:
-            assert request.state is not None, "a running request has a state"
-            checkpoint = Checkpoint(request, request.state.final, end, rolling=True)
-            self._states.name(checkpoint, output)
+        if self._states is not None:
+            self._states.name_end(request, end, output)
         return True

@@ -5,12 +5,12 @@ group's window are released; their entries stay in the table but are no longer r
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple
+from weakref import WeakSet
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
-from vllm_metal_lite.scheduler.checkpoints import end_of_turn, plan_checkpoints
+from vllm_metal_lite.scheduler.checkpoints import likely_starts
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 from vllm_metal_lite.scheduler.request import Request, Span
@@ -25,9 +25,9 @@ Find = Callable[[bytes], object]
 class PrefixHit(NamedTuple):
     """The longest prefix that a request can start behind.
 
-    tables: the block tables of its blocks.  num_tokens: the length of the prefix.  num_in_blocks:
-    tokens that the full groups know; more than num_tokens if a window or the state is missing at
-    their end.  state_slot: of the state at the end.
+    tables: the block tables of the prefix.  num_tokens: its length.  num_in_blocks: how many tokens
+    the full groups hold; more than num_tokens if a window or the state is missing at their end.
+    state_slot: the slot of the state at the end.
     """
 
     tables: list[BlockTable]
@@ -51,7 +51,10 @@ class KVCacheManager:
     ) -> None:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
         self.states = states
-        self.num_resets = 0
+        # Requests admitted since the last reset; None: there was no reset.
+        self._since_reset: WeakSet[Request] | None = None
+        # Where others may start behind the tokens of a running request, if there are windows.
+        self._likely_starts: dict[Request, list[int]] = {}
         self.pools = [BlockPool(g.num_blocks) for g in groups]
         self._windowed = [
             (g, group, pool)
@@ -72,9 +75,9 @@ class KVCacheManager:
                 return need, pool.num_blocks
         return None
 
-    def wanted(self, request: Request, num_new_tokens: int) -> list[int]:
-        """Blocks that each group needs for the known tokens, computed num_new_tokens at a time, and
-        one block more unless the request ends first."""
+    def blocks_needed(self, request: Request, num_new_tokens: int) -> list[int]:
+        """How many blocks the request needs in each group: those of its known tokens, computed
+        num_new_tokens at a time, and one more unless the request ends first."""
         size = min(len(request.token_ids) + self.block_size, request.max_length - 1)
         return [
             min(group.most_blocks(size, num_new_tokens, self.block_size), pool.num_blocks)
@@ -82,23 +85,23 @@ class KVCacheManager:
         ]
 
     def cost(self, request: Request, hit: PrefixHit, num_new_tokens: int) -> list[int]:
-        """Blocks per group that an admission makes unavailable.
+        """How many blocks of each group an admission makes unavailable.
 
         A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
         """
+        needed = self.blocks_needed(request, num_new_tokens)
         return [
-            want - sum(map(pool.is_owned, table.owned))
-            for want, pool, table in zip(
-                self.wanted(request, num_new_tokens), self.pools, hit.tables, strict=True
-            )
+            count - sum(map(pool.is_owned, table.owned))
+            for count, pool, table in zip(needed, self.pools, hit.tables, strict=True)
         ]
 
     def spare(self, running: Sequence[tuple[Request, int]]) -> list[int]:
-        """Blocks per group left once each (request, num_new_tokens) has what `wanted` says."""
+        """How many blocks of each group are left after each running request gets its
+        `blocks_needed`.  running: pairs (request, num_new_tokens)."""
         left = [pool.num_available for pool in self.pools]
         for request, num_new_tokens in running:
-            for g, want in enumerate(self.wanted(request, num_new_tokens)):
-                left[g] -= max(want - request.block_tables[g].num_owned, 0)
+            for g, count in enumerate(self.blocks_needed(request, num_new_tokens)):
+                left[g] -= max(count - request.block_tables[g].num_owned, 0)
         return left
 
     @property
@@ -120,23 +123,15 @@ class KVCacheManager:
             for pool, table in zip(self.pools, hit.tables, strict=True):
                 pool.touch(table.owned)
         request.block_tables = list(hit.tables)
-        request.num_resets = self.num_resets
-        start, wanted = hit.num_tokens, request.checkpoint_positions
-        boundary = partial(request.last_boundary, block_size=self.block_size)
-        if self.states is not None:
-            if self.enable_caching:
-                end = end_of_turn(request.num_prompt_tokens, boundary, wanted)
-                places = [boundary(at) // self.block_size for at in wanted if at <= start]
-                names = [request.block_names[place - 1] for place in places if place]
-                self.states.continue_from(request, end, hit.state_slot, start, names)
-            self.states.admit(request, hit.state_slot)
-        if self.enable_caching:
-            found = max(hit.num_in_blocks, start)
-            planned = plan_checkpoints(request.num_tokens, start, boundary, found, wanted)
-            kept = [p.position for p in planned if not p.disposable]
-            request.kept_positions = [*kept, start]  # others may start there too
+        if not self.enable_caching:
+            return
+        if self._since_reset is not None:
+            self._since_reset.add(request)
+        if self._windowed:
+            start = hit.num_tokens
+            likely = likely_starts(request, start, max(hit.num_in_blocks, start), self.block_size)
+            self._likely_starts[request] = [*likely, start]
             self._use_named_windows(request, start)
-            request.planned = [] if self.states is None else planned
 
     def _use_named_windows(self, request: Request, most: int) -> None:
         """Mark the whole windows before the positions that a request names as used just now."""
@@ -174,25 +169,21 @@ class KVCacheManager:
                 blocks = table.block_ids[table.num_given_back : first]
                 pool.free(blocks)
                 # No request can start at a position whose window has lost a block.
-                kept = self._in_kept_windows(request, group, table.num_given_back, first)
-                pool.evict_first(b for b, keep in zip(blocks, kept, strict=True) if not keep)
+                size, starts = self.block_size, self._likely_starts.get(request, ())
+                windows = [range(group.first_block(at, size), at // size) for at in starts]
+                pool.evict_first(
+                    block
+                    for place, block in enumerate(blocks, table.num_given_back)
+                    if not any(place in window for window in windows)
+                )
                 table.num_given_back = first
 
-    def _in_kept_windows(
-        self, request: Request, group: KVGroup, first: int, last: int
-    ) -> list[bool]:
-        """Whether a request that starts behind a kept position sees blocks first .. last - 1."""
-        size = self.block_size
-        windows = [range(group.first_block(at, size), at // size) for at in request.kept_positions]
-        return [any(block in window for window in windows) for block in range(first, last)]
-
     def free(self, request: Request) -> None:
-        """Release all blocks of a request, and its state."""
-        if self.states is not None:
-            self.states.free(request)
+        """Release all blocks of a request."""
         for pool, table in zip(self.pools, request.block_tables, strict=False):
             pool.free(table.owned)
         request.block_tables = []
+        self._likely_starts.pop(request, None)
 
     # Prefix cache
 
@@ -210,7 +201,7 @@ class KVCacheManager:
         is a state if the model keeps one.  The request's last token is never part of it."""
         names, in_blocks, length = request.block_names, 0, 0
         find = [pool.lookup for pool in self.pools]
-        find_state = None if self.states is None else self.states.pool.lookup
+        find_state = None if self.states is None else self.states.lookup
         if self.reads_cache(request):
             in_blocks, length = self.longest_prefix(request, find, find_state)
         state = find_state(names[length - 1]) if find_state is not None and length else None
@@ -224,9 +215,9 @@ class KVCacheManager:
     def longest_prefix(
         self, request: Request, find: Sequence[Find], find_state: Find | None
     ) -> tuple[int, int]:
-        """How many blocks of a request the full groups know, and how many can be used again.
+        """How many blocks of a request the full groups hold, and how many can be used again.
 
-        find: a look-up of blocks for each group.  find_state: None if there are no states.
+        find: the look-up of blocks of each group.  find_state: None if there are no states.
         """
         names = self.block_names(request, request.num_tokens - 1)
         length = len(names)
@@ -240,8 +231,8 @@ class KVCacheManager:
         return in_blocks, length
 
     def _whole_windows(self, request: Request, length: int, find: Sequence[Find]) -> int:
-        """The most blocks, at most `length`, that end within no span of the request, and behind
-        which every group knows its whole window."""
+        """The largest n <= length where n blocks end within no span of the request, and where every
+        windowed group still has all blocks that the next token sees."""
         before, names, size = None, request.block_names, self.block_size
         while length != before:
             before = length
@@ -255,7 +246,7 @@ class KVCacheManager:
     def may_name(self, request: Request) -> bool:
         """Whether later requests may find what a request computes: False if `reset` was called
         after its admission."""
-        return self.enable_caching and request.num_resets == self.num_resets
+        return self.enable_caching and (self._since_reset is None or request in self._since_reset)
 
     def name_blocks(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Name the blocks that tokens [start, end) complete; returns the new (group, block) pairs.
@@ -281,11 +272,11 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget all cached prefixes, and what running requests would add to them."""
-        self.num_resets += 1
+        self._since_reset = WeakSet()
         for pool in self.pools:
             pool.reset()
         if self.states is not None:
-            self.states.pool.reset()
+            self.states.reset()
 
     def block_names(self, request: Request, num_tokens: int) -> list[bytes]:
         """The names of all full blocks of the first num_tokens."""

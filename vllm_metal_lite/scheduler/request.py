@@ -1,13 +1,13 @@
-"""The scheduler's view of one request."""
+"""The scheduler's view of one request, and queues of them."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, SegmentState
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.block_pool import BlockTable
-from vllm_metal_lite.scheduler.checkpoints import PlannedCheckpoint
 
 # Tokens [start, end) of a prompt that one step computes together.
 Span = tuple[int, int]
@@ -19,21 +19,12 @@ class RequestStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True, eq=False)
-class ConversationCheckpoints:
-    """Checkpoints that a turn of a conversation leaves for the next one (state_slots.py).
-
-    end: a request that starts at this position, or behind it, is the next turn.
-    """
-
-    end: int
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
-    priority: lower goes first, as in vLLM; then the lower fair_round, then the earlier arrival.
+    sort_key: the order among requests, lower first: (priority, fair_round, arrival), and the number
+    that `Scheduler.add` appends.
     max_chunk: most tokens in one step, of this and all other requests with such a limit (0: none).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
     only_reads: its one token is not used, so a prompt may fill the context.
@@ -43,12 +34,11 @@ class Request:
     parent_id: the id of the user's request; this one makes one of its n answers.
     """
 
+    # What was asked.  Only `Scheduler.add` changes one of these: it completes sort_key.
     request_id: str
     prompt_token_ids: Sequence[int]
     max_tokens: int
-    priority: int = 0
-    arrival: int = 0
-    fair_round: int = 0
+    sort_key: tuple[int, ...] = ()
     skip_prefix_cache_read: bool = False
     only_reads: bool = False
     max_chunk: int = 0
@@ -57,9 +47,10 @@ class Request:
     cache_salt: str | None = None
     parent_id: str = ""
 
+    # What the scheduler knows.
+    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     # The prompt, then sampled tokens.  UNKNOWN_TOKEN replaces a token that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)
-    num_prompt_tokens: int = field(init=False)
     # Tokens whose K and V are in the store, or will be after the steps in flight.  The last sampled
     # token is never stored.
     num_computed_tokens: int = field(init=False, default=0)
@@ -67,49 +58,22 @@ class Request:
     num_cached_tokens: int = field(init=False, default=0)
     # Most tokens computed before a preemption or rollback; 0: none.
     num_computed_before: int = field(init=False, default=0)
-    # One per KV group, all of the same length; empty while the request has no seat.
+    num_preemptions: int = field(init=False, default=0)
+    # The most tokens that it can have.  Set by `Scheduler.add`.
+    max_length: int = field(init=False, default=0)
+
+    # What the KVCacheManager knows.
+    # One table per KV group, all of the same length; none while the request has no seat.
     block_tables: list[BlockTable] = field(init=False, default_factory=list, repr=False)
-    # KVCacheManager.num_resets at admission.  After the next reset, its blocks get no names.
-    num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_names: list[bytes] = field(init=False, default_factory=list, repr=False)
-    # The state slots of the last segment.  None: no recurrent layers, or no seat.
-    state: SegmentState | None = field(init=False, default=None)
-    # Checkpoints of the known tokens that are still to be computed, in order.
-    planned: list[PlannedCheckpoint] = field(init=False, default_factory=list, repr=False)
-    # Positions that later prompts may start from: blocks of windows before them are kept longest.
-    kept_positions: Sequence[int] = field(init=False, default=(), repr=False)
-    # While decoding: the name of the state at the end of the last whole block.
-    rolling: bytes | None = field(init=False, default=None)
-    # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
-    own_checkpoints: ConversationCheckpoints | None = field(init=False, default=None, repr=False)
-    earlier_checkpoints: ConversationCheckpoints | None = field(
-        init=False, default=None, repr=False
-    )
-    # The prompt that this one waits for, and the position; how many prompts it has waited for
-    # (following.py).
-    leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
-    num_followed: int = field(init=False, default=0)
-    # Whether the request waits for the disk (None: not decided yet), and the tokens read there.
-    wants_restore: bool | None = field(init=False, default=None)
-    num_restored_tokens: int = field(init=False, default=0)
-    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
-    num_preemptions: int = field(init=False, default=0)
-    # How often a step of it has failed without showing the request at fault.
-    num_suspected: int = field(init=False, default=0)
-    # Steps in a row whose last tokens did not suffice for its next span.
-    num_passed_over: int = field(init=False, default=0)
-    # Tokens known before the step in flight samples the first of them; `advance` appends them.
-    forced_token_ids: Sequence[int] = field(init=False, default=(), repr=False)
-    # Set by Scheduler.add: order among all requests, and the most tokens it can have.
-    sort_key: tuple[int, ...] = field(init=False, default=())
-    max_length: int = field(init=False, default=0)
-    # Set by the engine: the seat in the InputBatch.
-    req_index: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -142,3 +106,22 @@ class Request:
         """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""
         if self.token_ids[-1] == UNKNOWN_TOKEN:
             self.token_ids.pop()
+
+
+SORT_KEY = attrgetter("sort_key")
+
+
+class RequestQueue(list[Request]):
+    """Requests in the order of their sort_key.  Change it with `add` and `discard` only."""
+
+    def add(self, request: Request) -> None:
+        insort(self, request, key=SORT_KEY)
+
+    def discard(self, request: Request) -> bool:
+        """Remove a request; False if it is not here."""
+        is_first = bool(self) and self[0] is request
+        at = 0 if is_first else bisect_left(self, request.sort_key, key=SORT_KEY)
+        if at == len(self) or self[at] is not request:
+            return False
+        del self[at]
+        return True

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
+from vllm_metal_lite.scheduler.checkpoints import Checkpoint
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks, PrefixHit
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 
@@ -38,25 +39,11 @@ class Segment:
         return self.end - len(self.draft_token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A state that a step writes to `slot`, for prompts that begin with the request's first
-    `position` tokens.  disposable, shared: see `PlannedCheckpoint`.  rolling: a later one of the
-    request replaces it."""
-
-    request: Request
-    slot: int
-    position: int
-    disposable: bool = False
-    shared: bool = False
-    rolling: bool = False
-
-
 @dataclass(slots=True)
 class TokenCounts:
-    """Under their names as metrics.
+    """Counters of tokens.  Field names are also the names of metrics.
 
-    prefix_cache_lost_tokens: in cached blocks, but no state or window is at their end.
+    prefix_cache_lost_tokens: tokens in cached blocks without a state or a window at their end.
     """
 
     recomputed_tokens: int = 0
@@ -92,15 +79,15 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    # (KV group, block) of the blocks named in this step.
+    # The blocks that this step names, as pairs (KV group, block).
     named: list[tuple[int, int]] = field(default_factory=list)
-    # `advance` names these.
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    # `advance` names these checkpoints.
+    checkpoints: list[tuple[Request, Checkpoint]] = field(default_factory=list)
     named_states: list[int] = field(default_factory=list)
     has_drafts: bool = False
     # Set by `advance`: the requests whose next token the step samples, in order.
     terminal: list[Request] = field(default_factory=list)
-    # Set by `advance`: the requests among these whose next tokens were known, with the tokens.
+    # Set by `advance`: those terminal requests whose next tokens were known, with these tokens.
     forced: list[tuple[Request, list[int]]] = field(default_factory=list)
     # When the caller launched it, by time.monotonic().
     launched_at: float = 0.0

@@ -2,8 +2,6 @@
 
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
-_FIRST = 128  # rows, until a step has been measured
-_LEAST = 32  # rows, however long they take
 _AIM = 0.8  # of the seconds: the time of a row varies
 _LOWEST = 0.5  # times a step's rows, after it: it may have been slow by chance
 _ALONE = 2  # times the rows, for a prompt that nothing else waits for
@@ -17,9 +15,12 @@ class StepLimit:
     (_ROW + context) over the rows grow at most n times, so does the time.
     """
 
+    first = 128  # rows, until a step has been measured
+    least = 32  # rows, however long they take
+
     def __init__(self, seconds: float, compiles: bool) -> None:
         self.seconds, self.compiles = seconds, compiles
-        self._rows, self._work = float(_FIRST), 4.0 * _FIRST * _ROW
+        self._rows, self._work = float(self.first), 4.0 * self.first * _ROW
         self._widths: set[int] = set()
 
     def rows_left(self, out: SchedulerOutput, context: int, is_alone: bool) -> int:
@@ -27,7 +28,7 @@ class StepLimit:
         rows, work = _size(out)
         times = _ALONE if is_alone else 1
         left = min(times * self._rows - rows, (times * self._work - work) / (_ROW + context))
-        return max(int(left), _LEAST - rows, 0)
+        return max(int(left), self.least - rows, 0)
 
     def record(self, out: SchedulerOutput) -> None:
         """Learn from a step.  A short step says little about long ones, so it lowers nothing."""

@@ -27,7 +27,6 @@ from vllm_metal_lite.server.content import (
     tool_message,
 )
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render
-from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, bad, must_be, shown_error
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
@@ -36,6 +35,7 @@ from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.stream import encode, event, sse
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
+from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 # A header that Claude Code puts before its system prompt.  Its text changes with each request, so
@@ -62,9 +62,9 @@ def conversation_of(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
 
 
 def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
-    """A message as one or more, because the results of tools have their own role.
+    """The messages that one of Anthropic's becomes: the results of tools have their own role.
 
-    names: the tools' names by call id; a result has only the id.
+    names: the tools' names, by call id; a result has only the id.
     """
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
@@ -88,7 +88,7 @@ def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
             calls.append(call)
         elif kind == "thinking":
             thoughts.append(text_of(block.get("thinking"), f"{at}.thinking"))
-        elif kind != "redacted_thinking":  # encrypted
+        elif kind != "redacted_thinking":  # these thoughts are encrypted
             texts.append(part_text(block, at))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
@@ -115,7 +115,7 @@ def _user(role: str, blocks: list[Any], where: str, names: dict[Any, str]) -> It
 
 
 PING = event("ping")
-# By type of block: the type of its deltas, and the field of a delta that holds the text.
+# Block type -> the type of its deltas, and the field of a delta that holds the text.
 _DELTA_TYPES = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -123,56 +123,20 @@ _DELTA_TYPES = {
 }
 
 
-class ContentBlocks(Blocks[bytes]):
-    """blocks: the content blocks of a whole reply; the last one may be open."""
-
-    def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []
-        self._texts: list[str] = []  # the texts of the open block
-
-    def _open(self, name: str) -> Iterator[bytes]:
-        block: dict[str, Any] = {"type": "text", "text": ""}
-        if self.kind == "thoughts":
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-        elif self.kind == "call":
-            call_id = f"toolu_{uuid.uuid4().hex[:24]}"
-            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-        self._texts = []
-        self.blocks.append(block)
-        yield self._event("start", content_block=block)
-
-    def _grow(self, text: str) -> Iterator[bytes]:
-        self._texts.append(text)
-        kind, name = _DELTA_TYPES[self.blocks[-1]["type"]]
-        yield self._event("delta", delta={"type": kind, name: text})
-
-    def _end(self, is_whole: bool) -> Iterator[bytes]:
-        text, block = "".join(self._texts), self.blocks[-1]
-        if self.kind == "call":
-            block["input"] = arguments_of(text)
-        else:
-            block[block["type"]] = text
-        if self.kind == "thoughts":  # clients want a signature, and check none
-            yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
-        yield self._event("stop")
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        return event(f"content_block_{kind}", index=len(self.blocks) - 1, **fields)
-
-
-class MessageReply:
-    """The reply to a request."""
+class MessageReply(Blocks[bytes]):
+    """The reply to a request, as content blocks; the last one may still grow."""
 
     def __init__(self, request: RequestState, deltas: AsyncIterator[Delta], model: str) -> None:
         self._request, self._deltas, self._model = request, deltas, model
-        self._content = ContentBlocks()
-        self._finish_reason: str | None = None
+        self._blocks: list[dict[str, Any]] = []
+        self._texts: list[str] = []  # the texts of the last block
+        self._last = Delta(0, [])  # the latest part of the answer
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the reply, at its end.  Raises ApiError if it has failed."""
         async for _ in self._news():
             pass
-        return self._message(self._content.blocks, **self._ending())
+        return self._message(self._blocks, **self._ending())
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The events.  The first counts the whole prompt as uncached, because the engine has not
@@ -188,12 +152,40 @@ class MessageReply:
             yield sse(encode(anthropic_shape(shown_error(e))), "error")
 
     async def _news(self) -> AsyncIterator[bytes]:
-        content = self._content
         async for delta in self._deltas:
-            self._finish_reason = delta.finish_reason
-            if news := b"".join(content.take(delta.events)):
+            self._last = delta
+            if news := b"".join(self.take(delta.events)):
                 yield news
-        yield b"".join(content.close())
+        yield b"".join(self.close())
+
+    def _open(self, name: str) -> Iterator[bytes]:
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if self.kind == "thoughts":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif self.kind == "call":
+            call_id = f"toolu_{uuid.uuid4().hex[:24]}"
+            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        self._texts = []
+        self._blocks.append(block)
+        yield self._event("start", content_block=block)
+
+    def _grow(self, text: str) -> Iterator[bytes]:
+        self._texts.append(text)
+        kind, name = _DELTA_TYPES[self._blocks[-1]["type"]]
+        yield self._event("delta", delta={"type": kind, name: text})
+
+    def _end(self, is_whole: bool) -> Iterator[bytes]:
+        text, block = "".join(self._texts), self._blocks[-1]
+        if self.kind == "call":
+            block["input"] = arguments_of(text)
+        else:
+            block[block["type"]] = text
+        if self.kind == "thoughts":  # clients need a signature, and do not check its value
+            yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
+        yield self._event("stop")
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event(f"content_block_{kind}", index=len(self._blocks) - 1, **fields)
 
     def _message(self, content: list[dict[str, Any]], **ending: str | None) -> dict[str, Any]:
         return {
@@ -220,11 +212,10 @@ class MessageReply:
         }
 
     def _ending(self) -> dict[str, Any]:
-        (answer,) = self._request.answers
         reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
-        reason = reasons.get(self._finish_reason or "")
-        if reason is None and isinstance(answer.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
+        reason, stop = reasons.get(self._last.finish_reason or ""), self._last.stop_reason
+        if reason is None and isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": reason or "end_turn", "stop_sequence": None}
 
 
@@ -237,7 +228,7 @@ _MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
 
 
 class CountTokensRequest(Body):
-    """system: checked with the messages.  context_management: has no effect."""
+    """The fields that make the prompt.  `context_management` has no effect."""
 
     messages: list[dict[str, Any]]
     system: Any = None
@@ -250,7 +241,7 @@ class CountTokensRequest(Body):
     output_format: dict[str, Any] | None = None
 
     def conversation(self) -> ChatRequest:
-        """Raises ApiError (400) for features that this server does not have."""
+        """The conversation to render.  Raises ApiError (400) for features that are missing here."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
         conversation = conversation_of(self.messages, self.system)
@@ -259,7 +250,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields):
-    """max_tokens has no default in this API."""
+    """In this API `max_tokens` has no default."""
 
     max_tokens: Any
     stop_sequences: Any = None
@@ -286,8 +277,8 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
-    prompt = await render(serving.model, body.conversation(), to_run=False)
-    return JSONResponse({"input_tokens": len(prompt.token_ids)})
+    token_ids, _ = await render(serving.model, body.conversation(), to_run=False)
+    return JSONResponse({"input_tokens": len(token_ids)})
 
 
 def message_tools(definitions: Any, choice: Any) -> tuple[list[Tool], ToolChoice]:
@@ -315,7 +306,8 @@ def _choice(tools: dict[str, Tool], choice: Any) -> ToolChoice:
 
 
 def thinking_of(thinking: Any, output_config: Any) -> tuple[bool | None, str | None, int | None]:
-    """(whether to think, effort, most tokens of thoughts); None: the request does not say.
+    """(whether to think, the effort, the budget of thoughts in tokens).  None: the request does not
+    say.
 
     thinking: {"type": "enabled", "budget_tokens": N}, {"type": "disabled"}, {"type": "adaptive"}.
     output_config: {"effort": ...}.

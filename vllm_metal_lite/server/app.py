@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import anthropic_api, events, openapi, page, status
+from vllm_metal_lite.server import anthropic_api, live, openapi, page, status
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import (
@@ -49,7 +49,7 @@ def make_app(server: Server) -> ASGIApp:
         Route(path, endpoint(server, body, handler), methods=["POST"])
         for path, body, handler in _POSTS
     ]
-    for module in model_list, events, status:
+    for module in model_list, live, status:
         routes += module.routes(server)
     routes.append(openapi.route(routes, {path: body for path, body, _ in _POSTS}))
     app = Starlette(
@@ -61,7 +61,7 @@ def make_app(server: Server) -> ASGIApp:
 
 
 def _identified(app: ASGIApp) -> ASGIApp:
-    """Adds a request id to every response, under both APIs' header names."""
+    """An application that adds a request id to every response, under both APIs' header names."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
@@ -76,7 +76,7 @@ def _identified(app: ASGIApp) -> ASGIApp:
 
 
 async def _http_error(request: Request, e: Exception) -> Response:
-    """404 and 405, as JSON."""
+    """Answer 404 and 405 as JSON."""
     assert isinstance(e, HTTPException)
     path = request.url.path
     message = f"{request.method} {shorten(path)}: {e.detail}"

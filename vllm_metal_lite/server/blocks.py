@@ -12,7 +12,7 @@ T = TypeVar("T")
 class Blocks(ABC, Generic[T]):
     """The blocks of an answer in the form of an API, which a subclass knows.
 
-    kind: of the block that grows, "text", "thoughts" or "call"; "" if none does.
+    kind: the kind of the block that grows, "text", "thoughts" or "call"; "" if none grows.
     """
 
     kind = ""
@@ -52,7 +52,7 @@ class Blocks(ABC, Generic[T]):
 
     @abstractmethod
     def _open(self, name: str) -> Iterable[T]:
-        """A block of `kind` begins.  name: of a call's tool."""
+        """A block of `kind` begins.  name: the tool's name, if the block is a call."""
 
     @abstractmethod
     def _grow(self, text: str) -> Iterable[T]:

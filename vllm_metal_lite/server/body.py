@@ -10,9 +10,9 @@ from pydantic_core import from_json
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import ApiError
-from vllm_metal_lite.server.limits import check_fields, check_json
+from vllm_metal_lite.server.request_limits import check_fields, check_json
 
-# Fields of objects within bodies that no type of pydantic describes.
+# The known fields of objects within bodies that no type of pydantic describes, by place.
 _NESTED = {
     "stream_options": ("include_usage", "continuous_usage_stats"),
     "response_format": ("type", "json_schema", "schema"),
@@ -23,7 +23,7 @@ _NESTED = {
 
 
 class Body(BaseModel):
-    """Unknown fields are ignored, with one line in the log for each name."""
+    """The body of a request.  Unknown fields are ignored, and the log names each of them once."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -34,7 +34,7 @@ class Body(BaseModel):
     _whole = field_validator("*", mode="before")(whole)
 
     def unknown_fields(self) -> Iterator[str]:
-        """The fields that no one reads, those of `_NESTED` after their places."""
+        """The names of the fields that no one reads, with their places in the body."""
         yield from self.model_extra or ()
         for place, known in _NESTED.items():
             objects: list[Any] = [self]
@@ -52,7 +52,7 @@ class Body(BaseModel):
 
     @property
     def prompt_field(self) -> str:
-        """The field with the prompt, for errors."""
+        """The name of the field with the prompt, for errors."""
         own = [name for name in ("messages", "prompt", "input") if name in type(self).model_fields]
         return next(name for name in own if getattr(self, name) is not None)
 
@@ -79,7 +79,7 @@ def read_body(body_type: type[B], raw: bytes) -> B:
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> str:
-    """A place as the client wrote it: pydantic also names the types that it tried."""
+    """A place as the client wrote it, without the types that pydantic tried and named."""
     parts = []
     for part in loc:
         with suppress(KeyError, IndexError, TypeError):

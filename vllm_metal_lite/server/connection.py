@@ -28,7 +28,7 @@ class HttpProtocol(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(_HEAD_SECONDS, end)
 
     def data_received(self, data: bytes) -> None:
-        """As uvicorn's, which stops the timer at the first byte."""
+        """Take data, but do not stop the timer at the first byte, as uvicorn does."""
         self.conn.receive_data(data)
         self.handle_events()
 
@@ -53,7 +53,7 @@ class HttpProtocol(H11Protocol):
             self.loop.call_later(_PROBE_SECONDS, self._probe, cycle)
 
     def send_400_response(self, msg: str) -> None:
-        """Tell what the parser refused.  uvicorn calls this while it handles the parser's error."""
+        """Answer with the parser's error, which uvicorn handles while it calls this."""
         if self.cycle is not None:  # the application answers this request no more
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -14,7 +14,7 @@ _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of `content`; None is no text.  where: names the field in errors.
+    """The text of `content`; None is no text.  where: the name of the field in errors.
 
     Parts are joined by newlines, as vLLM does for templates that want a string.
     Raises ApiError (400) for images, audio, files and unknown parts.
@@ -37,7 +37,7 @@ def result_text(content: Any, where: str) -> str:
 
 
 def named(part: Any) -> Any:
-    """The part, or a note in place of one that is no text."""
+    """The part itself if it is text, else a note that names its type."""
     kind = type_of(part)
     if kind in (None, *_TEXT, "refusal") or _blocks_of(part) is not None:
         return part
@@ -63,7 +63,7 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
 def function_call(
     fields: Mapping[str, Any], id_name: str, arguments: Any, where: str
 ) -> dict[str, Any]:
-    """An entry of `tool_calls`.  id_name: the field that holds the id.
+    """An entry of `tool_calls`.  id_name: the name of the field that holds the id.
 
     Raises ApiError (400) for a bad id or a missing name.
     """
@@ -75,9 +75,10 @@ def function_call(
 def tool_message(
     fields: Mapping[str, Any], id_name: str, text_name: str, names: Mapping[Any, str], where: str
 ) -> dict[str, Any]:
-    """A tool's result as a message.  text_name: the field that holds it.  id_name: its call's id.
+    """A tool's result as a message.
 
-    names: the tools' names by call id.  Raises ApiError (400).
+    id_name, text_name: the names of the fields with the id of the call and with the result.
+    names: the names of the tools, by call id.  Raises ApiError (400).
     """
     call_id = optional(fields, id_name, str, where)
     message = {"role": "tool", "tool_call_id": call_id}
@@ -105,7 +106,8 @@ def part_text(part: Any, where: str) -> str:
 
 
 def _blocks_of(part: Mapping[str, Any]) -> Any:
-    """The text or the blocks of Anthropic's documents and search results; None: it has neither."""
+    """The text or the blocks of one of Anthropic's documents or search results; None for other
+    parts."""
     kind, source = part.get("type"), part.get("source")
     if kind == "search_result":
         return part.get("content")

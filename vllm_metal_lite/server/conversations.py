@@ -12,10 +12,10 @@ from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
 from vllm_metal_lite.server.errors import ContextOverflow
-from vllm_metal_lite.server.limits import num_characters
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import check_wanted, offload
+from vllm_metal_lite.server.request_limits import num_characters
 from vllm_metal_lite.server.templates import Template
-from vllm_metal_lite.server.text_model import TextModel
 
 _ANY = ToolChoice()
 
@@ -24,10 +24,12 @@ _ANY = ToolChoice()
 class ChatRequest:
     """A conversation, in one form for the three chat APIs.
 
-    messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
-    (text), tool_calls, reasoning_content, ...  template: more variables for the template.
+    messages: messages in the form of chat templates: role ("system", "user", "assistant", "tool"),
+    content (text), tool_calls, reasoning_content, ...
+    template: more variables for the template.
     enable_thinking, effort: whether, and how much, to think; None: the template's default.
-    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must make.
+    thinking_budget: the largest number of tokens of thoughts.
+    choice: the calls that the answer may or must make.
     """
 
     messages: Sequence[Message]
@@ -39,13 +41,8 @@ class ChatRequest:
     effort: str | None = None
     thinking_budget: int | None = None
 
-    @property
-    def thinking_off(self) -> bool:
-        """Whether the request wants no thoughts."""
-        return self.effort == "none" or self.enable_thinking is False
-
     def variables(self, template: Template) -> dict[str, Any]:
-        """The variables of the template."""
+        """The variables that the template is rendered with."""
         tools = [tool.for_template() for tool in self.tools]
         return {
             **template.thinking(self.enable_thinking, self.effort),
@@ -54,12 +51,9 @@ class ChatRequest:
         }
 
 
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """checkpoints: numbers of tokens that other prompts may share before they differ."""
-
-    token_ids: list[int]
-    checkpoints: tuple[int, ...] = ()
+# A rendered prompt: its token ids, and its checkpoints: numbers of tokens that other prompts may
+# share before they differ.
+Rendered = tuple[list[int], tuple[int, ...]]
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
@@ -71,22 +65,22 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num_first:]]
 
 
-async def render(
-    model: TextModel, conversation: ChatRequest, *, to_run: bool = True
-) -> RenderedPrompt:
+async def render(model: ModelText, conversation: ChatRequest, *, to_run: bool = True) -> Rendered:
     """Render a conversation with the model's chat template.  Raises RequestError with the
     template's message, ContextOverflow for a conversation that is far too long.
 
-    to_run: False to get only the tokens.
+    to_run: False if the caller needs only the tokens, and no checkpoints.
     """
     with_checkpoints = to_run and model.facts.uses_checkpoints
     return await offload(render_prompt, model, conversation, with_checkpoints)
 
 
-def render_prompt(
-    model: TextModel, conversation: ChatRequest, with_checkpoints: bool
-) -> RenderedPrompt:
-    """with_checkpoints: for models whose requests can start at some positions only."""
+def render_prompt(model: ModelText, conversation: ChatRequest, with_checkpoints: bool) -> Rendered:
+    """`render` on the caller's thread.
+
+    with_checkpoints: also find checkpoints, for models whose requests can start at some positions
+    only.
+    """
     if (adapt := model.chat_format.adapt) is not None:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))
@@ -99,16 +93,16 @@ def render_prompt(
             render=template.render,
             encode_text=partial(model.encode_text, most=most, check=check_wanted),
         )
-        token_ids, checkpoints = prompt.turn(
+        rendered = prompt.turn(
             template.prepare(conversation.messages),
             conversation.add_generation_prompt,
             conversation.variables(template),
         )
-    return RenderedPrompt(token_ids, checkpoints)
+    return rendered
 
 
 @contextmanager
-def overflow(model: TextModel) -> Iterator[None]:
+def overflow(model: ModelText) -> Iterator[None]:
     """Raises ContextOverflow for a prompt whose tokens are too many to count."""
     try:
         yield
@@ -116,14 +110,14 @@ def overflow(model: TextModel) -> Iterator[None]:
         raise ContextOverflow(e.num_tokens, model.facts.max_model_len) from None
 
 
-def check_length(model: TextModel, texts: Any) -> None:
+def check_length(model: ModelText, texts: Any) -> None:
     """Raise ContextOverflow for texts that no tokenizer could make fit the context."""
     if (size := num_characters(texts)) > model.max_characters:
         why = f" It has {size} characters, and no more than {model.max_characters} can fit."
         raise ContextOverflow(size // model.longest_token, model.facts.max_model_len, why)
 
 
-def encode_prompt(model: TextModel, prompt: str, add_special_tokens: bool) -> list[int]:
+def encode_prompt(model: ModelText, prompt: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a plain text.  Raises RequestError or ContextOverflow."""
     check_length(model, prompt)
     with overflow(model):

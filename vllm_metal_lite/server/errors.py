@@ -10,8 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import NOT_FINITE, BusyError, MetalLiteError, show
-from vllm_metal_lite.outputs import CompletionOutput
-from vllm_metal_lite.server.worker.messages import EngineLost
+from vllm_metal_lite.server.worker.messages import Delta, EngineLost
 from vllm_metal_lite.server.worker.request_state import ShuttingDown
 
 logger = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 class ApiError(Exception):
     """A request that is not served.
 
-    status: the HTTP status.  param: the field at fault.  code: OpenAI's name of the error.
+    status: the HTTP status.  param: the name of the field at fault.  code: OpenAI's error code.
     """
 
     def __init__(
@@ -38,12 +37,12 @@ class ApiError(Exception):
 
 
 def bad(where: str, what: str) -> ApiError:
-    """400: the message is the place, then what is wrong there."""
+    """An error of status 400; its message is the place followed by the fault there."""
     return ApiError(400, where + what, param=where)
 
 
 def must_be(where: str, allowed: str, value: Any) -> ApiError:
-    """400: names the place, what is allowed there, and the value."""
+    """An error of status 400 that names the place, the allowed values and the value."""
     return bad(where, f" must be {allowed}, got {show(value)}")
 
 
@@ -78,12 +77,12 @@ def shown_error(e: Exception) -> ApiError:
     return ApiError(500, "internal error: see the server's log")
 
 
-def check_ended(answer: CompletionOutput) -> None:
+def check_ended(delta: Delta) -> None:
     """Raise ApiError for an answer that failed, ShuttingDown for one that the server cut off."""
-    if answer.finish_reason == "error":
-        why = answer.error or "no further token can be sampled"
+    if delta.finish_reason == "error":
+        why = delta.error or "no further token can be sampled"
         raise ApiError(_status_of(why), why)
-    if answer.finish_reason == "abort":
+    if delta.finish_reason == "abort":
         raise ShuttingDown
 
 
@@ -91,7 +90,7 @@ def _status_of(why: str) -> int:
     return 500 if NOT_FINITE in why else 400
 
 
-# By status.  The other statuses share one type below 500 and one from 500 on.
+# Error types by status.  All other statuses below 500 share one type, and so do those from 500 on.
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 

@@ -1,6 +1,6 @@
-"""Fields of JSON that no type of pydantic describes: tools, messages, items.
+"""Reads fields of JSON that no type of pydantic describes: tools, messages, items.
 
-Errors are ApiError (400).  where: the place of an object, such as `tools.0`.
+Errors are ApiError (400).  `where` is the place of an object, such as `tools.0`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def required_type(value: Any, where: str) -> str:
 
 
 def required_text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    """A string that must be there, and not be empty."""
+    """The value of a field that must be a non-empty string."""
     value = fields.get(name)
     if not isinstance(value, str) or not value:
         raise must_be(f"{where}.{name}", "a non-empty string", value)
@@ -34,7 +34,7 @@ def required_text(fields: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def optional(fields: Mapping[str, Any], name: str, kind: type[T], where: str) -> T | None:
-    """A value of a type, or None."""
+    """The value of a field that must have a type if it is given; None if it is not."""
     value = fields.get(name)
     if value is not None and not isinstance(value, kind):
         raise must_be(f"{where}.{name}", _WORDS[kind], value)

@@ -48,7 +48,8 @@ async def serve(
 ) -> None:
     """Serve until `stopping`.
 
-    bound: from `listen`; closed at the end.  on_ready: gets the server and its URL.
+    bound: the socket from `listen`, which is closed at the end.  on_ready: gets the server and its
+    URL.
     Raises ModelLoadError if a model cannot be loaded.
     """
     try:
@@ -135,7 +136,10 @@ class _Http(uvicorn.Server):
 
 @contextmanager
 def stop_on_signals(stopping: Stopping) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM ask for a stop; yields those that came.  In the main thread only."""
+    """Let SIGINT and SIGTERM ask for a stop; yields the list of signals that came.
+
+    Only the main thread can do this.
+    """
     came: list[int] = []
     loop = asyncio.get_running_loop()
 

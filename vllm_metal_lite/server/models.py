@@ -1,21 +1,27 @@
 """The models that a server has, by name, within a budget of memory.
 
-The first model and the pinned ones are loaded at the start, others when a request names them.  If
-memory is short, models are unloaded, idle ones before busy ones, the least recently used first.  A
-busy model gets a grace period: it takes requests for as long as its loading took, and is unloaded
-when they have ended.  So models that alternate do not spend most of the time on loading, and no
-model waits forever.
+The first model and the pinned ones are loaded at the start, others when a request names them:
 
-Models load beside each other.  Only one at a time takes its memory, in order of the requests.
+    unloaded --> loading --> loaded --> leaving --> unloaded
+                    |                      |
+                    +--> failed            +--> loaded, if the other model is no longer wanted
+
+- loading: the requests for the model wait.  Models load beside each other.  Only one at a time
+  takes its memory, in the order of the first requests: it waits for its turn, then until enough
+  models have left, and then has its memory reserved.  A load that no request waits for ends: at
+  once while it waits for memory, otherwise after a minute.
+- leaving: another model needs the memory.  Idle models leave before busy ones, and the least
+  recently used first.  A model that leaves takes no further requests, and is unloaded when its last
+  one has ended.  New requests for it wait for its next load, so no model waits forever.
+- failed: requests get the reason, until the time of the next try.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from math import inf
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
@@ -32,11 +38,8 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
-_UNWANTED_SECONDS = 60.0  # for which a load continues after its last request has left
-
-
-class _Unwanted(Exception):
-    """No request waits for the model any longer."""
+# Seconds from a failed load to the next try: usually, and if other models were unloaded for it.
+_RETRY, _RETRY_WITH_ROOM = 5.0, 60.0
 
 
 class Models:
@@ -45,6 +48,8 @@ class Models:
     Raises ConfigError if the budget of memory exceeds the device's.
     """
 
+    # A load continues for this time after the last request that waited for it has left.
+    unwanted_seconds = 60.0
     _start = staticmethod(EngineClient.start)
     _clock = staticmethod(time.monotonic)
 
@@ -64,7 +69,8 @@ class Models:
                 f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
             )
         self._taking_memory = asyncio.Lock()
-        self._changed = asyncio.Event()  # a request left an engine or waits no more; a load ended
+        # Set when a request has left an engine or waits no more, and when a load has ended.
+        self._changed = asyncio.Event()
         self._has_started = False
 
     @property
@@ -92,8 +98,8 @@ class Models:
     async def use(self, name: str | None) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
-        name None or "": the first model.  Raises ApiError: 404 for an unknown name, 503
-        for a model that does not load; BusyError if no further request may wait for it.
+        If name is None or empty, this is the first model.  Raises ApiError with 404 for an unknown
+        name and with 503 for a model that does not load; BusyError if no further request may wait.
         """
         model = self.find(name)
         try:
@@ -120,18 +126,22 @@ class Models:
     async def _acquire(self, model: Model) -> LoadedEngine:
         """A model's engine, with the caller as a user; loads the model if necessary."""
         engine = model.engine
-        if engine is not None and engine.takes(self._clock()):
+        if engine is not None and engine.takes_requests:
             engine.users += 1
             return engine
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
         model.check_room()
+        while model.loading is not None and model.is_loading and model.loading.cancelling():
+            await asyncio.wait([model.loading])
         if not model.is_loading:
             model.loading = asyncio.ensure_future(self._load(model))
             model.loading.add_done_callback(self._load_ended)
         loading = model.loading
         assert loading is not None
         model.num_waiting += 1
+        if model.giving_up is not None:
+            model.giving_up.cancel()
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -141,19 +151,14 @@ class Models:
         finally:
             model.num_waiting -= 1
             self._changed.set()
-            if not model.num_waiting:
-                model.unwanted_since = self._clock()
-                wait = _UNWANTED_SECONDS
-                asyncio.get_running_loop().call_later(wait, self._give_up, model, loading)
-
-    def _give_up(self, model: Model, loading: asyncio.Task[LoadedEngine]) -> None:
-        """End a load that no request has waited for, for some time."""
-        if not model.num_waiting and self._clock() - model.unwanted_since >= _UNWANTED_SECONDS:
-            loading.cancel()
+            if not (model.num_waiting or loading.done()):
+                seconds = 0 if model.waits_for_memory else self.unwanted_seconds
+                loop = asyncio.get_running_loop()
+                model.giving_up = loop.call_later(seconds, loading.cancel)
 
     def _load_ended(self, loading: asyncio.Task[LoadedEngine]) -> None:
         if not loading.cancelled():
-            loading.exception()  # perhaps no request waits for it
+            loading.exception()  # marks it as read: perhaps no request waits for this load
         self._changed.set()
 
     def _release(self, engine: LoadedEngine) -> None:
@@ -166,26 +171,21 @@ class Models:
     async def _load(self, model: Model) -> LoadedEngine:
         """Load a model for the requests that wait for it, which become users of its engine."""
         try:
-            while model.engine is None or not model.engine.takes(self._clock()):
-                try:
-                    if model.client is not None:  # it makes room for another model
-                        await self._change_within(None)
-                    else:
-                        await self._start_engine(model)
-                except _Unwanted:
-                    if not model.num_waiting:  # a request may have come since
-                        raise
+            while model.engine is None or not model.engine.takes_requests:
+                if model.client is not None:  # it leaves
+                    await self._change()
+                else:
+                    await self._start_engine(model)
         except asyncio.CancelledError:
             why = "the server is shutting down, or no request waited for the model"
             raise ModelLoadError(why) from None
-        except _Unwanted:
-            raise
         except Exception as e:
             parts = e.parts if isinstance(e, ModelLoadError) else (one_line(e),)
             # The budget sets this option of each engine.
             budget = Option("memory_budget_gib")
             error = ModelLoadError(*(budget if p == "memory_fraction" else p for p in parts))
-            model.note_failure(str(error), self._clock())
+            model.engine, model.failure = None, str(error)
+            model.retry_at = self._clock() + (_RETRY_WITH_ROOM if model.made_room else _RETRY)
             if self._has_started:  # the caller of `start` reports its failure
                 logger.warning(f"the model {model.spec.name} cannot be loaded: {error}")
             raise error from e
@@ -195,24 +195,29 @@ class Models:
         return model.engine
 
     async def _start_engine(self, model: Model) -> None:
-        began, model.made_room, model.reserved = 0.0, False, 0
+        began, model.made_room = 0.0, False
 
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal began
             size = self._size(weight_bytes)
+            model.waits_for_memory = True
             async with self._taking_memory:
                 await self._make_room(model, size)
                 model.reserved = size
+            model.waits_for_memory = False
             began = self._clock()
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
         # A model that cannot be loaded must not take the room of one that works.
         check = self.config if len(self.by_name) > 1 else None
-        client = await self._start(model.spec.source, configure, check)
+        try:
+            client = await self._start(model.spec.source, configure, check)
+            now, size = self._clock(), model.reserved
+            model.engine, model.failure = LoadedEngine(client, size, last_used=now), None
+        finally:
+            model.reserved, model.waits_for_memory = 0, False
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
-        now, size = self._clock(), model.reserved
-        model.start_with(LoadedEngine(model, client, size, now, now - began))
         took, room = f"{now - began:.1f} s", size_text(size)
         self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
 
@@ -226,8 +231,7 @@ class Models:
     async def _make_room(self, model: Model, size: int) -> None:
         """Unload models until `size` bytes are free.
 
-        Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
-        model any longer.
+        Raises ModelLoadError if the pinned models leave less.
         """
         models = self.by_name.values()
         most = self.budget - sum(m.size for m in models if m.spec.pinned)
@@ -236,39 +240,38 @@ class Models:
                 f"{model.spec.name} needs {size_text(size)} of memory, and the pinned models leave "
                 f"{size_text(most)} of {size_text(self.budget)}"
             )
-        while size > most - sum(m.size for m in models if m.client is None):  # these load
-            if not model.num_waiting:
-                raise _Unwanted
-            await self._change_within(None)
-        free = self.budget - sum(m.size for m in models)
-        others = [m.engine for m in models if m.engine and m.engine.alive and not m.spec.pinned]
-        others.sort(key=lambda engine: (engine.users > 0, engine.last_used))
-        victims: list[LoadedEngine] = []
-        while free < size:
-            victims.append(others.pop(0))
-            free += victims[-1].size
-        now = self._clock()
-        for engine in victims:
-            engine.grace_end = now + engine.seconds_to_load
-        try:
-            for engine in victims:
-                while engine.alive and (seconds := engine.seconds_until_idle(self._clock())) != 0:
-                    if not model.num_waiting:
-                        raise _Unwanted
-                    await self._change_within(seconds)
-                engine.model.engine, model.made_room = None, True
-                self._log(f"the model {engine.model.spec.name} makes room for {model.spec.name}")
-                await engine.client.stop()
-        finally:
-            for engine in victims:
-                engine.grace_end = inf
-            self._changed.set()
+        while (missing := size - self.budget + sum(m.size for m in models)) > 0:
+            others = {m: m.engine for m in models if m.engine and m.client and not m.spec.pinned}
+            if sum(engine.size for engine in others.values()) < missing:  # another model loads
+                await self._change()
+                continue
+            victim = min(others, key=lambda m: (others[m].users > 0, others[m].last_used))
+            await self._unload(victim, others[victim], model)
 
-    async def _change_within(self, seconds: float | None) -> None:
-        """Wait until a request leaves or a load ends; at most `seconds`."""
+    async def _unload(self, victim: Model, engine: LoadedEngine, model: Model) -> None:
+        """Unload a model for another one; it stays if the load of that one is cancelled before."""
+        engine.leaves = True
+        try:
+            while engine.alive and engine.users:
+                await self._change()
+        except asyncio.CancelledError:
+            engine.leaves = False
+            self._changed.set()
+            raise
+        model.made_room = True
+        self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
+        # The stop continues if this load is cancelled.
+        await asyncio.shield(self._stop(victim, engine))
+
+    async def _stop(self, model: Model, engine: LoadedEngine) -> None:
+        await engine.client.stop()
+        model.engine = None
+        self._changed.set()
+
+    async def _change(self) -> None:
+        """Wait until a request leaves or a load ends."""
         self._changed.clear()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+        await self._changed.wait()
 
     def _log(self, text: str) -> None:
         """Log a line, which the command line prints where there are several models."""

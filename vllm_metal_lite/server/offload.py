@@ -21,13 +21,16 @@ LARGE = 1 << 17  # bytes of a request
 
 @dataclass(frozen=True)
 class Requester:
-    """The request that work belongs to.  client: who sent it.  size: in bytes."""
+    """The request that a piece of work belongs to.
+
+    client: the identity of its sender.  size: the size of its body in bytes.
+    """
 
     client: Hashable = None
     size: int = 0
 
 
-# Of the request that is being served; set by `server.endpoint`.
+# The request that this task serves; `server.endpoint` sets it.
 REQUESTER: ContextVar[Requester] = ContextVar("REQUESTER", default=Requester())  # noqa: B039, it is frozen
 
 
@@ -43,7 +46,7 @@ class _Job:
 
 
 class Threads:
-    """Daemon threads, which do not keep a process from ending.  They start when needed."""
+    """At most `most` daemon threads.  They start when needed, and keep no process from ending."""
 
     def __init__(self, most: int) -> None:
         self._missing = most

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite import __version__
+from vllm_metal_lite.rules import rules_of
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.params import RENAMED
@@ -17,7 +18,7 @@ _PARTS = "#/components/schemas/"
 
 
 def route(routes: Sequence[Route], bodies: Mapping[str, type[Body]]) -> Route:
-    """The route of the document.  bodies: by path."""
+    """The route that serves the document.  bodies: the types of the requests, by path."""
     parts: dict[str, Any] = {}
     document = {
         "openapi": "3.1.0",
@@ -57,11 +58,13 @@ def _operation(r: Route, body: type[Body] | None, parts: dict[str, Any]) -> dict
         parts |= schema.pop("$defs", {})
         hints = get_type_hints(SamplingParams)
         for field, described in schema["properties"].items():
-            # A field without a type here has the type of SamplingParams, or is null.  Anthropic's
-            # API gives the name `thinking` to something else.
-            hint = None if field == "thinking" else hints.get(RENAMED.get(field, field))
+            # A field without a type in the body has the type of SamplingParams, or is null.  In
+            # Anthropic's API `thinking` is another field.
+            name = RENAMED.get(field, field)
+            hint = None if field == "thinking" else hints.get(name)
             if hint is not None and not described.keys() - {"title", "default"}:
                 described |= TypeAdapter(hint | None).json_schema(ref_template=f"{_PARTS}{{model}}")
+                described["description"] = rules_of(SamplingParams)[name].allowed
                 parts |= described.pop("$defs", {})
         content = {"application/json": {"schema": {"$ref": f"{_PARTS}{body.__name__}"}}}
         operation["requestBody"] = {"required": True, "content": content}

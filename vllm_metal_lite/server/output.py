@@ -1,4 +1,4 @@
-"""The output of a server's processes: text that nobody takes is lost, and nothing fails or waits.
+"""The output of a server's processes: if no program reads the text, it is lost, and nothing waits.
 
 A closed terminal or a full disk raises OSError where text is printed, in the middle of a request;
 a paused terminal (Ctrl-S) lets the print wait, and with it the event loop.
@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import TextIO
 
-_MOST_TEXTS = 1000  # that wait for a paused terminal; later ones are lost
-_END_SECONDS = 1.0  # for texts that still wait at the end
+_MOST_TEXTS = 1000  # texts that may wait for a paused terminal; later ones are lost
+_END_SECONDS = 1.0  # how long the end waits for texts that are not written yet
 
 
 class _Output(io.TextIOBase):

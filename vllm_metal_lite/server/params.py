@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, create_model
 from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompt_ids import check_salt
@@ -11,9 +11,9 @@ from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.rules import by_token_id
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.body import Body
+from vllm_metal_lite.server.body import B, Body
 from vllm_metal_lite.server.errors import ApiError, must_be
-from vllm_metal_lite.server.limits import MAX_N
+from vllm_metal_lite.server.request_limits import MAX_N
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import with_form
 
@@ -23,6 +23,8 @@ RENAMED = {
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
+# Fields of SamplingParams that only some APIs have, or that have another name or meaning there.
+_OF_EACH_API = ("n", "max_tokens", "logprobs", "prompt_logprobs", "thinking")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -40,7 +42,7 @@ OnlyText = Annotated[
 
 
 class ScheduledBody(Body):
-    """A body whose request has a place in the queue, and perhaps a cache of its own."""
+    """A body whose request is scheduled: it may have a priority and a cache salt."""
 
     priority: int | None = None
     cache_salt: Any = None
@@ -50,6 +52,14 @@ class ScheduledBody(Body):
         return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
 
 
+def _with_sampling_fields(body: type[B]) -> type[B]:
+    """Add the fields of SamplingParams that all APIs take under the same names."""
+    names = [f.name for f in fields(SamplingParams) if f.name not in _OF_EACH_API]
+    added: dict[str, Any] = dict.fromkeys(names, (Any, None))
+    return create_model(body.__name__, __base__=body, __module__=body.__module__, **added)
+
+
+@_with_sampling_fields
 class SamplingFields(ScheduledBody):
     """Fields under vLLM's names that every API takes; None: not given.
 
@@ -57,24 +67,6 @@ class SamplingFields(ScheduledBody):
     """
 
     stream: bool | None = None
-    temperature: Any = None
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
-    seed: Any = None
-    repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    include_stop_str_in_output: Any = None
-    ignore_eos: Any = None
-    min_tokens: Any = None
-    skip_special_tokens: Any = None
-    structured_outputs: Any = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of this body that SamplingParams has too; None: not given.
@@ -93,7 +85,7 @@ class SamplingFields(ScheduledBody):
         return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in own else {})
 
     def form(self) -> tuple[Any, str]:
-        """The form of the answer in the API's own words, and the field that has it."""
+        """(The form of the answer as the API writes it, the name of its field)."""
         return None, ""
 
 

@@ -17,9 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import PromptTooLong
 
-# Characters of the pieces that are kept: about a million tokens.
+# The pieces that are kept have at most this number of characters: about a million tokens.
 _MAX_KEPT = 4_000_000
-_SLICE = 1 << 16  # characters of a long piece that are counted at once
+_SLICE = 1 << 16  # the tokens of a long piece are counted in slices of this length
 
 
 class PieceEncoder:
@@ -36,7 +36,7 @@ class PieceEncoder:
         self._num_kept = 0
         self._lock = Lock()
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
-        # As the tokenizer does: it looks for normalized tokens between the others.
+        # Two stages, as in the tokenizer: it looks for normalized tokens between the others.
         self._stages = [
             _any_of([t.content for t in added if t.normalized == normalized])
             for normalized in (False, True)
@@ -50,8 +50,11 @@ class PieceEncoder:
     def __call__(
         self, text: str, most: int = sys.maxsize, check: Callable[[], None] = lambda: None
     ) -> list[int]:
-        """most: a text of more tokens raises PromptTooLong, early.  check: may raise, to end the
-        work."""
+        """The token ids of a text.
+
+        most: a text of more tokens raises PromptTooLong, before all of it is encoded.
+        check: a function that is called now and then, and may raise to end the work.
+        """
         token_ids: list[int] = []
         num_read = 0
         for piece in self._pieces(text):

@@ -22,18 +22,18 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.request_state import RequestState
 
-_LATENCY = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-    480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-_FIRST_TOKEN = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-_INTER_TOKEN = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0,
-)  # fmt: skip
+
+def _buckets(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+_LATENCY = _buckets("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
+_FIRST_TOKEN = _buckets(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+)
+_INTER_TOKEN = _buckets(
+    "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
+)
 # vLLM stops at the context's length.  Here all models share the buckets.
 _TOKENS = (*(m * 10**e for e in range(6) for m in (1, 2, 5)), 10**6)
 _ANSWERS = (1, 2, 5, 10, 20)
@@ -54,7 +54,7 @@ _COUNTERS = {
     "external_prefix_cache_hits": "Cached prompt tokens that came from the disk.",
     "generation_tokens": "Generated tokens.",
 }
-_OF_THE_ENGINE = {  # name of a counter -> of the engine's own
+_ENGINE_KEYS = {  # Prometheus counter -> key in LLMEngine.metrics()
     "prefix_cache_queries": "prefix_cache_queried_tokens",
     "prefix_cache_hits": "prefix_cache_hit_tokens",
     "num_preemptions": "preemptions",
@@ -101,7 +101,7 @@ class Metrics:
             | {reason: success.labels(model, reason) for reason in _REASONS}
             for model in models.by_name
         }
-        # What the counters of each engine said when they were last read.
+        # The counters of each engine when they were last read.
         self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
 
     @contextmanager
@@ -135,13 +135,16 @@ class Metrics:
         of_model["num_requests_waiting"].set(now["requests_waiting"])
         of_model["kv_cache_usage_perc"].set(now["blocks_owned"] / now["blocks_total"])
         seen = self._seen.get(engine, {})
-        for counter, key in _OF_THE_ENGINE.items():
+        for counter, key in _ENGINE_KEYS.items():
             of_model[counter].inc(max(now[key] - seen.get(key, 0), 0))
         self._seen[engine] = now
 
 
 class RequestCount:
-    """Counts one request.  metrics: its model's.  request: None until it is accepted."""
+    """Counts one request.
+
+    metrics: the metrics of its model, by name.  request: None until the engine has accepted it.
+    """
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.request: RequestState | None = None
@@ -172,15 +175,15 @@ class RequestCount:
         request, metrics = self.request, self._metrics
         if request is None:
             return
-        for answer in request.answers:
-            if request.finished or answer.finished:
-                metrics[answer.finish_reason or "error"].inc()
+        for reason in request.finish_reasons:
+            if request.finished or reason is not None:
+                metrics[reason or "error"].inc()
         times, params = request.times, request.params
         scheduled, first, last = times.scheduled, times.first_token, times.finished
         if scheduled is None or first is None or last is None:
             return  # the engine was lost, or the request ended early
         num_prompt = len(request.prompt_token_ids)
-        lengths = [len(answer.token_ids) for answer in request.answers]
+        lengths = request.num_tokens_of
         decode = last - first
         values = {
             "e2e_request_latency_seconds": last - times.arrived,

@@ -10,9 +10,9 @@ from vllm_metal_lite.server.fields import optional, required_text, type_of
 
 
 def function_tool(definition: Any, where: str, schema: str = "parameters") -> Tool:
-    """A Tool of a definition with name, description and schema.
+    """The Tool that a definition with name, description and schema describes.
 
-    where: names the definition in errors.  schema: the name of the field that holds it.
+    where: the place of the definition, for errors.  schema: the name of the schema's field.
     """
     if not isinstance(definition, Mapping):
         raise must_be(where, "an object", definition)
@@ -31,14 +31,14 @@ def add_tool(tools: dict[str, Tool], tool: Tool, where: str) -> None:
 
 
 def check_named(name: Any, tools: Collection[str], where: str) -> str:
-    """The name of a tool of the request."""
+    """A name that must be that of a tool of the request."""
     if not isinstance(name, str) or name not in tools:
         raise bad(where, f" names {show(name)}, which is not in tools")
     return name
 
 
 def check_demand(choice: ToolChoice, tools: Mapping[str, Tool]) -> ToolChoice:
-    """A choice that may demand a call, which needs a tool."""
+    """The choice itself.  It is refused if it demands a call and no tool may be called."""
     demands = choice.mode in ("required", "named")
     if demands and not any(map(choice.allows, tools.values())):
         raise bad("tool_choice", " demands a call, but the request has no tools that may be called")
@@ -52,10 +52,11 @@ def openai_choice(
     kinds: Collection[str],
     name_of: Callable[[Any, str], str | None],
 ) -> ToolChoice:
-    """`tool_choice` of OpenAI's APIs.
+    """The ToolChoice of the field `tool_choice` of OpenAI's APIs.
 
-    kinds: types of tools that the model can call.  name_of: the model's name of the tool that an
-    object names; None: the tool is left out.
+    kinds: the types of tools that the model can call.
+    name_of: a function that gives the model's name of the tool that an object names, or None for a
+    tool that is left out.
     """
     where, parallel = "tool_choice", parallel is not False
     if choice in (None, "auto", "none", "required"):
@@ -66,7 +67,7 @@ def openai_choice(
     if kind != "allowed_tools":
         allowed = "'auto', 'none', 'required', a tool that may be called, or allowed_tools"
         raise must_be(where, allowed, choice)
-    if kind in choice:  # chat completions have one more object
+    if kind in choice:  # chat completions put the fields into one more object
         choice, where = optional(choice, kind, dict, where) or {}, f"{where}.{kind}"
     mode, chosen = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required"):

@@ -21,9 +21,9 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.settings import ServerConfig, ip_address_of
 
-_OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
+_OPEN_PATHS = ("/", "/health")  # these paths and the page's files need no key
 _OPEN_FOLDER = "/page/"
-# A body may take this time, and a second more for each _BODY_RATE bytes received.
+# A body may take _BODY_SECONDS, and one second more for each _BODY_RATE bytes received.
 _BODY_SECONDS = 30.0
 _BODY_RATE = 16 * 2**10
 _MAX_HEADERS = 128
@@ -154,8 +154,8 @@ class _Checked:
 
 
 def _of_this_server(scope: Scope) -> Scope:
-    """The scope of a request whose target is a whole URI, whose host replaces the header's
-    (RFC 9112, 3.2.2)."""
+    """The scope of a request.  If its target is a whole URI, the host of the URI counts, and not
+    that of the Host header (RFC 9112, 3.2.2)."""
     _, is_whole, rest = scope["path"].partition("://")
     if not is_whole or scope["path"].startswith("/"):
         return scope

@@ -12,17 +12,15 @@ from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.server.worker.client import EngineClient
 
-_BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
-# After a failure for which others were unloaded; doubled each time.
-_BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
-_PAUSE = 0.25  # seconds after the last request, for which the model still counts as busy
-
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """name: what requests call the model.  source: "demo", a folder or a Hugging Face name.
-    pinned: loaded from the start, and never unloaded.  chat_format: how the model writes thoughts
-    and calls; None: as its chat template shows."""
+    """What the user says of a model.
+
+    name: the name that requests use.  source: "demo", a folder or a Hugging Face name.
+    pinned: whether the model is loaded from the start and never unloaded.
+    chat_format: how the model writes thoughts and calls; if None, a probe of its template decides.
+    """
 
     name: str
     source: str
@@ -32,34 +30,31 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class LoadedEngine:
-    """A model's engine.  size: bytes it may use.  users: requests that hold it.  grace_end: when
-    its grace period ends, if another model needs its memory."""
+    """A model's engine.
 
-    model: "Model"
+    size: the bytes that it may use.  users: the number of requests that hold it.
+    leaves: another model needs its memory.
+    """
+
     client: EngineClient
     size: int
     last_used: float
-    seconds_to_load: float
     users: int = 0
-    grace_end: float = inf
+    leaves: bool = False
 
     @property
     def alive(self) -> bool:
         return not self.client.ended.is_set()
 
-    def takes(self, now: float) -> bool:
-        """Whether a new request may use it."""
-        return self.alive and now < self.grace_end
-
-    def seconds_until_idle(self, now: float) -> float | None:
-        """Seconds until the engine counts as idle; None while requests use it."""
-        return None if self.users else max(min(self.last_used + _PAUSE, self.grace_end) - now, 0)
+    @property
+    def takes_requests(self) -> bool:
+        return self.alive and not self.leaves
 
 
 class Model:
     """A model and its state.  `Models` loads and unloads it.
 
-    seats, max_waiting: requests that may run, and wait.
+    seats: how many of its requests may run.  max_waiting: how many more may wait.
     """
 
     def __init__(self, spec: ModelSpec, seats: int, max_waiting: int) -> None:
@@ -67,13 +62,13 @@ class Model:
         self.engine: LoadedEngine | None = None
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
-        self.unwanted_since = -inf  # when the last of them left
-        self.reserved = 0  # bytes for the engine that loads
-        self.context: int | None = None  # tokens, as its files say
-        self.failure: str | None = None  # of the last try
+        self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
+        self.waits_for_memory = False  # whether its load does
+        self.reserved = 0  # bytes of memory for the engine that loads
+        self.context: int | None = None  # its length in tokens, as the model's files say
+        self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
-        self.made_room = False  # others were unloaded for it
-        self._back_off = 0.0  # seconds, of failures in a row for which others were unloaded
+        self.made_room = False  # whether its load has unloaded another model
 
     @property
     def client(self) -> EngineClient | None:
@@ -81,10 +76,8 @@ class Model:
 
     @property
     def size(self) -> int:
-        """Bytes that its engine may use; 0 if there is none and none loads."""
-        if self.engine is not None and self.engine.alive:
-            return self.engine.size
-        return self.reserved if self.is_loading else 0
+        """The bytes that its engine may use; 0 if there is no engine and none loads."""
+        return self.engine.size if self.engine and self.engine.alive else self.reserved
 
     @property
     def num_unfinished(self) -> int:
@@ -112,28 +105,17 @@ class Model:
 
     @property
     def error(self) -> str | None:
-        """Why the model failed to load, its engine ended, or its numbers are of no use; None if
-        nothing went wrong since."""
+        """The last fault: a load that failed, an engine that ended, or numbers that are not finite.
+        None if nothing has gone wrong since the last load."""
         if self.engine is not None and not self.engine.alive:
             return self.engine.client.why_ended
         if self.engine is not None and self.engine.client.not_finite:
             return f"it computed numbers that are not finite: {NOT_FINITE}"
         return self.failure
 
-    def start_with(self, engine: LoadedEngine) -> None:
-        self.engine, self.failure, self._back_off = engine, None, 0.0
-
-    def note_failure(self, why: str, now: float) -> None:
-        """Note a failed load, and when to try again: later each time if others made room."""
-        self.engine, self.failure, wait = None, why, _BACK_OFF
-        if self.made_room:
-            wait = min(2 * self._back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
-            self._back_off = wait
-        self.retry_at = now + wait
-
 
 def context_of(source: str, max_model_len: int | None) -> int | None:
-    """The context of a model whose files are here; None: not known before it is loaded."""
+    """The context of a model whose files are on this machine; None if only loading will tell."""
     with suppress(ModelLoadError, OSError):
         file = find(source, download=False) / "config.json"
         config = read_json(file) if file.is_file() else {}  # reading a pipe may never end

@@ -16,22 +16,22 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
-from vllm_metal_lite.server.conversations import RenderedPrompt
 from vllm_metal_lite.server.errors import ContextOverflow, error_response
-from vllm_metal_lite.server.limits import check_logprobs
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
 from vllm_metal_lite.server.prometheus import Metrics
+from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of unknown fields in the log: in all, in one line
+# Names of unknown fields that the log shows: in all, and in one line.
+_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10
 
 
 class Server:
@@ -74,7 +74,7 @@ class Server:
 def summary(request: RequestState) -> str:
     """A request in one line, for the log."""
     times, now = request.times, time.monotonic()
-    reasons = [answer.finish_reason or "cut short" for answer in request.answers]
+    reasons = [reason or "cut short" for reason in request.finish_reasons]
     parts = [
         f"{len(request.prompt_token_ids)} prompt tokens ({request.num_cached_tokens} cached)",
         f"{request.num_tokens} new in {now - times.arrived:.2f} s",
@@ -93,8 +93,10 @@ def client_of(request: Request) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Serving:
-    """A request while it is served.  model_name: as requests call it.  resources: closed when the
-    response ends."""
+    """A request while it is served.
+
+    model_name: the name that requests use for the model.  resources: closed when the response ends.
+    """
 
     server: Server
     model_name: str
@@ -102,7 +104,7 @@ class Serving:
     resources: AsyncExitStack
 
     @property
-    def model(self) -> TextModel:
+    def model(self) -> ModelText:
         return self.engine.model
 
     @contextmanager
@@ -118,25 +120,23 @@ class Serving:
     async def generate(
         self,
         prefix: str,
-        prompt: RenderedPrompt,
+        token_ids: list[int],
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> RequestState:
         """A request that the engine has accepted; it ends with the response at the latest.
 
-        prefix: the start of the request's id.  options: as `ScheduledBody.scheduling` makes them.
+        prefix: the start of the request's id.  options: other fields of Add.
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.server.check_open()
-        num_tokens, limit = len(prompt.token_ids), self.model.facts.max_model_len
+        num_tokens, limit = len(token_ids), self.model.facts.max_model_len
         if num_tokens >= limit + isinstance(params, PoolingParams):
             raise ContextOverflow(num_tokens, limit)
         self.server.models.find(self.model_name).check_room()
         if isinstance(params, SamplingParams):
             check_logprobs([num_tokens], limit, params)
-        request_id = f"{prefix}{uuid.uuid4().hex}"
-        checkpoints = prompt.checkpoints
-        add = Add(request_id, prompt.token_ids, params, checkpoints=checkpoints, **options)
+        add = Add(f"{prefix}{uuid.uuid4().hex}", token_ids, params, **options)
         return await self.resources.enter_async_context(self._running(add))
 
     @asynccontextmanager
@@ -167,7 +167,10 @@ Handler = Callable[[Serving, B], Awaitable[Response]]
 def endpoint(
     server: Server, body_type: type[B], handler: Handler[B]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A Starlette endpoint: reads the body, loads the model, ends the work when the client goes."""
+    """A Starlette endpoint: it reads the body, loads the model and calls the handler.
+
+    The work ends when the client goes.
+    """
 
     async def answer(request: Request) -> Response:
         server.check_open()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from vllm_metal_lite.errors import ConfigError, Option, show
-from vllm_metal_lite.rules import apply_rules, integer, number
+from vllm_metal_lite.rules import Flag, apply_rules, integer, number
 
 _NAME = re.compile(r"[^\s/:@\[\]]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
@@ -17,28 +17,45 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 class ServerConfig:
     """Options of the server; `ConfigError` names the value and the limit if one is out of range.
 
-    port 0: any free port.  api_key None: requests need no key; loopback addresses only.
-    allowed_hosts: names in the Host header that are accepted beside the address itself; "*": any,
-    and requests without one.  allowed_origins: of web pages that may call the server (CORS); "*":
-    any.
-    max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
-    max_logprobs: most log-probabilities a token that a request may ask for.
-    drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
-    after which a stream gets a keep-alive event.  memory_budget_gib: for all models together; None:
-    a safe value for the device.
+    The flags say what each option does, and docs/configuration.md says more.
+
+    api_key: if None, requests need no key, and the host must be a loopback address.
+    allowed_hosts: names that the Host header may have, besides the address itself; "*" allows any
+    name, and requests without the header.
+    allowed_origins: origins of web pages that may call the server (CORS); "*" allows any.
+    memory_budget_gib: the memory for all models together; if None, a safe value for the device.
     """
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, integer(0, 65535)] = 8000
-    api_key: str | None = None
+    host: Annotated[
+        str, Flag("ADDRESS", "address to listen on; any address but loopback needs an API key")
+    ] = "127.0.0.1"
+    port: Annotated[int, integer(0, 65535), Flag("N", "port to listen on; 0: any free port")] = 8000
+    api_key: Annotated[
+        str | None,
+        Flag("KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
+    ] = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    max_body_mib: Annotated[float, number(0, above=True)] = 32
-    max_waiting: Annotated[int, integer(0)] = 256
-    max_logprobs: Annotated[int, integer(0)] = 20
-    drain: Annotated[float, number(0)] = 10
-    keep_alive: Annotated[float, number(0, above=True)] = 5
-    memory_budget_gib: Annotated[float | None, number(0, above=True)] = None
+    max_body_mib: Annotated[float, number(0, above=True), Flag("N", "largest request in MiB")] = 32
+    max_waiting: Annotated[
+        int, integer(0), Flag("N", "requests that may wait for a seat; more get 503")
+    ] = 256
+    max_logprobs: Annotated[
+        int, integer(0), Flag("N", "log-probabilities a token that a request may ask for")
+    ] = 20
+    drain: Annotated[
+        float, number(0), Flag("S", "seconds that running requests may take when the server stops")
+    ] = 10
+    keep_alive: Annotated[
+        float,
+        number(0, above=True),
+        Flag("S", "seconds without a token, after which a stream gets a keep-alive event"),
+    ] = 5
+    memory_budget_gib: Annotated[
+        float | None,
+        number(0, above=True),
+        Flag("N", "GiB for all models together (default: a safe value)"),
+    ] = None
 
     def __post_init__(self) -> None:
         apply_rules(self, ConfigError)

@@ -27,7 +27,7 @@ class ClientGone(Exception):
 
 
 async def cancel_if(event: Awaitable[Any], error: type[Exception], work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises `error` if `event` comes first."""
+    """The result of `work`.  If `event` comes first, `work` is cancelled and `error` is raised."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -43,7 +43,7 @@ async def cancel_if(event: Awaitable[Any], error: type[Exception], work: Awaitab
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises ClientGone when the client goes.
+    """The result of `work`.  If the client goes, `work` is cancelled and ClientGone is raised.
 
     The body of the request must have been read.
     """
@@ -58,9 +58,10 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """Sends events as they come.
 
-    events: encoded events.  keep_alive: an event that the client's parser ignores, or a function
-    that makes it; sent after `seconds` without an event.  resources: closed at the end, also if the
-    client goes.
+    events: encoded events.
+    keep_alive: an event that the client's parser ignores, or a function that makes one.  It is sent
+    after `seconds` without an event.
+    resources: they are closed at the end, also if the client goes.
     """
 
     def __init__(
@@ -105,13 +106,14 @@ class EventStream(Response):
 
 
 def sse(data: str, event: str | None = None) -> bytes:
-    """One event.  data: one line, such as JSON."""
+    """The bytes of one event.  data: one line, such as JSON."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data}\n\n".encode()
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """An event whose data is an object; both have the type."""
+    """The bytes of an event whose data is an object.  Both the event and the object name the
+    type."""
     return sse(encode({"type": kind, **fields}), kind)
 
 

@@ -42,7 +42,7 @@ def form_of(form: Any, where: str) -> tuple[StructuredOutputsParams, str] | None
 
 
 async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingParams:
-    """SamplingParams with the form that a request asks for.  Raises ApiError (400)."""
+    """The parameters, with the form that the request asks for.  Raises ApiError (400)."""
     own = params.structured_outputs
     if (asked := form_of(form, where)) is not None:
         if own is not None:
@@ -56,8 +56,8 @@ async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingPa
 
 
 async def check_calls(form: StructuredOutputsParams, tools: Sequence[Tool]) -> None:
-    """`check_form` of a grammar of calls and of the tools' schemas, also where the grammar has only
-    parts of them; errors name the tool, and the place in its schema."""
+    """Check the grammar of calls and the schema of each tool: the grammar may have only parts of a
+    schema.  Errors name the tool and the place in its schema."""
     await _check_schemas({tool.name: without_numbers(schema_of(tool)) for tool in tools})
     try:
         await check_form(form, "tools")
@@ -77,8 +77,9 @@ async def _check_schemas(schemas: Mapping[str, dict[str, Any]]) -> None:
 async def check_form(structured: StructuredOutputsParams, field: str) -> None:
     """Raise ApiError (400) for a form that no model's answer could be held to.
 
-    field: what gives the form, for errors.  A check takes milliseconds, for a hostile grammar a
-    second: off the event loop, in this process, so that no engine waits for it.
+    field: the name of the field that gives the form, for errors.  A check takes milliseconds, or a
+    second for a hostile grammar.  It runs on a thread of this process, so that neither the event
+    loop nor an engine waits.
     """
     try:
         from vllm_metal_lite.structured_outputs.compiler import check
@@ -98,9 +99,10 @@ def answer_form(
     choice: ToolChoice,
     form: StructuredOutputsParams | None,
 ) -> StructuredOutputsParams | None:
-    """The form of an answer after its thoughts; None: any.
+    """The form of an answer after its thoughts; None: any form.
 
-    form: of an answer without calls; of the final channel, if the model writes in channels.
+    form: the form of an answer without calls, or of the final channel if the model writes in
+    channels.
     Demanded calls follow the grammar of the model's format.  Optional calls follow it if a tool is
     strict or `form` is JSON; other forms exclude calls.  Raises ApiError (400) for demanded calls
     if the format has no grammar, and for calls that the format cannot write.
@@ -128,13 +130,13 @@ def answer_form(
 
 
 def _term(form: StructuredOutputsParams) -> str:
-    """A form within a grammar in Lark's syntax."""
+    """The text that puts a form into a grammar in Lark's syntax."""
     from vllm_metal_lite.structured_outputs.grammar_text import grammar_text
 
     text = grammar_text(form)
     try:
         [grammar] = loads(text)["grammars"]
-    except ValueError:  # a grammar that was GBNF
+    except ValueError:  # the text is a grammar in Lark's syntax, made from GBNF
         grammar = {"lark_grammar": text}
     if schema := grammar.get("json_schema"):
         return f"%json {dumps(schema)}"

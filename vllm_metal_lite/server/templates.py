@@ -41,8 +41,9 @@ class Template:
     system_in_middle: "native": the template takes such messages; "inserted": this module puts
     them in their place, between `head` and `tail`; "in user turn": the template has no system turns
     that could be copied, so they become text of the user.
-    reasoning: the field of a message that holds thoughts; "": they are not shown.
-    variables: those that the template reads.  efforts: those of _EFFORTS that the template names.
+    reasoning: the name of the message field that holds thoughts; empty if the template shows none.
+    variables: the names of the variables that the template reads.
+    efforts: the keys of _EFFORTS that the template names.
     """
 
     tokenizer: TokenizerWrapper
@@ -122,7 +123,8 @@ class Template:
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """System messages after others as text of the user's, whose messages in a row become one."""
+    """The messages with later system messages as text of the user; messages of the user in a row
+    become one."""
     count = num_systems(messages)
     kept = list(messages[:count])
     for message in messages[count:]:
@@ -165,8 +167,11 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
 
 
 def _turns(front: str | None) -> tuple[str, str, str] | None:
-    """(head of a system turn, tail of both turns, head of a user turn).  front: a system turn and a
-    user turn, rendered.  None: the turns differ in more than the role."""
+    """(head of a system turn, tail of both turns, head of a user turn); None if the turns differ in
+    more than the role.
+
+    front: the text of a system turn and a user turn.
+    """
     if front is None or not -1 < front.find(_SYSTEM) < front.find(_USER):
         return None
     first, rest = front.split(_SYSTEM, 1)

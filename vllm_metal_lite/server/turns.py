@@ -6,13 +6,14 @@ from functools import partial
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.conversations import ChatRequest, RenderedPrompt, render
-from vllm_metal_lite.server.deltas import Delta, deltas
+from vllm_metal_lite.server.conversations import ChatRequest, render
+from vllm_metal_lite.server.deltas import deltas
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.structured import answer_form, check_calls
-from vllm_metal_lite.server.text_model import TextModel
+from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 from vllm_metal_lite.structured_params import ThinkingParams
 
@@ -21,9 +22,14 @@ _TAIL = 16  # tokens at a prompt's end that may open thoughts
 
 @dataclass(frozen=True)
 class PreparedTurn:
-    """A conversation made ready for its answer.  make_parser: makes the parser of an answer."""
+    """A conversation made ready for its answer.
 
-    prompt: RenderedPrompt
+    token_ids, checkpoints: see `conversations.Rendered`.  make_parser: makes the parser of an
+    answer.
+    """
+
+    token_ids: list[int]
+    checkpoints: tuple[int, ...]
     params: SamplingParams
     make_parser: Callable[[], ChatParser]
 
@@ -31,16 +37,20 @@ class PreparedTurn:
 async def answer(
     serving: Serving, body: SamplingFields, conversation: ChatRequest, prefix: str
 ) -> tuple[RequestState, AsyncIterator[Delta]]:
-    """The request for a conversation's next answer, and its deltas.  prefix: its id's start."""
+    """The request for a conversation's next answer, and the answer's deltas.
+
+    prefix: the start of the request's id.
+    """
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.model, conversation, params)
-    request = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
+    options = {"checkpoints": turn.checkpoints, **body.scheduling()}
+    request = await serving.generate(prefix, turn.token_ids, turn.params, **options)
     return request, deltas([request], turn.make_parser, conversation.choice.parallel)
 
 
 async def prepare(
-    model: TextModel, conversation: ChatRequest, params: SamplingParams
+    model: ModelText, conversation: ChatRequest, params: SamplingParams
 ) -> PreparedTurn:
     """Render a conversation, and give its answer the form that `params` and its choice ask for.
 
@@ -48,25 +58,24 @@ async def prepare(
     the template refuses.
     """
     chat_format, choice = model.chat_format, conversation.choice
-    # Tools that are not allowed stay in the prompt, so that its cached prefix still fits.
+    # The prompt also shows tools that are not allowed, so that its cached prefix still fits.
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
-    asked = params.structured_outputs
-    form = asked
-    # A continued answer is past its header, which the grammar of channels would ask for again.
+    form = asked = params.structured_outputs
+    # A continued answer has its header, and the grammar of channels would ask for another.
     if (tools and choice.mode != "none") or "continue_final_message" not in conversation.template:
         form = await offload(answer_form, chat_format, model.grammar_tokens, tools, choice, asked)
     is_held = form is not None and form is not asked  # a grammar holds the calls
     if form is not None and is_held:
         await check_calls(form, [tool for tool in tools if choice.name in (None, tool.name)])
-    prompt = await render(model, conversation)
-    in_reasoning, thinking_closed = _reasoning(model, conversation, prompt)
+    token_ids, checkpoints = await render(model, conversation)
+    in_reasoning, thinking_closed = _reasoning(model, conversation, token_ids)
     thinking = _thinking(model, conversation, in_reasoning, form is not None)
     bad_words, skips, special = params.bad_words, params.skip_special_tokens, model.special_tokens
     if choice.mode == "none" and tools:
         tools, bad_words = [], [*(bad_words or ()), *chat_format.call_starts]
     if form is not None and not is_held:
         tools = []  # the form has no calls
-    # The parser must see the markers; other special tokens are as the client wants them.
+    # The parser must see the markers.  The client decides about other special tokens.
     seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}
     hidden = frozenset(special.keys() - seen if seen and skips else ())
     params = replace(
@@ -76,26 +85,32 @@ async def prepare(
         bad_words=bad_words,
         skip_special_tokens=skips and not seen,
     )
-    rules = {"in_reasoning": in_reasoning, "is_held": is_held, "calls_first": asked is not None}
-    # No thoughts follow the text that an answer continues, nor are they part of a form.
-    may_think = not thinking_closed or (form is None and conversation.add_generation_prompt)
-    rules["may_think"] = may_think
-    make_parser = partial(ChatParser, chat_format, tools, hidden=hidden, **rules)
-    return PreparedTurn(prompt, params, make_parser)
+    make_parser = partial(
+        ChatParser,
+        chat_format,
+        tools,
+        hidden=hidden,
+        in_reasoning=in_reasoning,
+        is_held=is_held,
+        calls_first=asked is not None,
+        # No thoughts follow the text that an answer continues, and a form has none.
+        may_think=not thinking_closed or (form is None and conversation.add_generation_prompt),
+    )
+    return PreparedTurn(token_ids, checkpoints, params, make_parser)
 
 
 def _reasoning(
-    model: TextModel, conversation: ChatRequest, prompt: RenderedPrompt
+    model: ModelText, conversation: ChatRequest, token_ids: list[int]
 ) -> tuple[bool, bool]:
-    """(The prompt ends inside a thinking block, the prompt has already closed it)."""
+    """(Whether the prompt ends inside a thinking block, whether it has closed one already)."""
     chat_format, begun = model.chat_format, ""
     if not conversation.add_generation_prompt:
         last = conversation.messages[-1]
         if last["role"] != "assistant":
             return False, False
         begun = last["content"].strip()
-    # A token may be a quarter of a character.
-    tail = model.tokenizer.decode(prompt.token_ids[-_TAIL - 4 * len(begun) :])
+    # Four tokens a character, because a token may be a quarter of one.
+    tail = model.tokenizer.decode(token_ids[-_TAIL - 4 * len(begun) :])
     head, thoughts = tail[: max(tail.rfind(begun), 0)], chat_format.thoughts
     if not begun or thoughts is None:
         return chat_format.opens_reasoning(head), chat_format.closes_reasoning(head)
@@ -105,13 +120,15 @@ def _reasoning(
 
 
 def _thinking(
-    model: TextModel, conversation: ChatRequest, in_reasoning: bool, has_form: bool
+    model: ModelText, conversation: ChatRequest, in_reasoning: bool, has_form: bool
 ) -> ThinkingParams | None:
-    """The thoughts that come before the answer's form, or have a budget; None: neither."""
+    """The parameters of thoughts that come before the answer's form, or have a budget; None if
+    neither is so."""
     thoughts, budget = model.chat_format.thoughts, conversation.thinking_budget
     if thoughts is None:
         return None
-    if thoughts.in_channel and conversation.thinking_off:
+    is_off = conversation.effort == "none" or conversation.enable_thinking is False
+    if thoughts.in_channel and is_off:
         budget = 0  # the templates of such formats cannot turn thoughts off
     thinks_first = has_form and not thoughts.in_channel and (in_reasoning or model.thinks)
     if budget is None and not thinks_first:

@@ -12,7 +12,7 @@ _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def encode_slowly(value: Any) -> str:
-    """JSON, by Python's encoder: the one in C holds Python's lock until it is done."""
+    """JSON, made by Python's encoder: C's encoder holds Python's lock until it is done."""
     return "".join(_encoder.iterencode(value))
 
 

@@ -40,8 +40,8 @@ def _after_edit(following: np.ndarray, skipped: int, newest: int) -> int:
 
 
 def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
-    """The tokens after the best match of all but the last `skipped` tokens, and the length of the
-    match; 0: none."""
+    """Match all but the last `skipped` tokens.  Returns the tokens after the best match, and the
+    length of the match, which is 0 if there is none."""
     n = len(token_ids) - skipped
     if n <= MIN_MATCH:
         return token_ids[:0], 0

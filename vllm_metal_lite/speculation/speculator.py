@@ -16,7 +16,7 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.lookup import look_up
 
-_KEPT = 9  # times of one width
+_KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
 _MIN_KNOWN = 4
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
@@ -29,11 +29,12 @@ def width(num_rows: int) -> int:
 
 
 class Pace:
-    """Seconds of steps without prompts, by their rows, with drafts and without."""
+    """Measures the seconds of steps without prompts, by their rows, with drafts and without."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
-        self._seconds = self._tried = 0.0  # all steps; drafted steps of unknown widths
+        # The seconds of all steps, and of drafted steps whose width was not known.
+        self._seconds = self._tried = 0.0
 
     def record(self, num_rows: int, drafted: bool, seconds: float) -> None:
         key = drafted, width(num_rows)
@@ -45,8 +46,8 @@ class Pace:
     def ratio(self, num_decodes: int, num_rows: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
 
-        Infinite: plain steps must be measured first, or a new width must wait, because its first
-        step compiles.
+        Infinite if plain steps must be measured first, or if a new width must wait because its
+        first step compiles.
         """
         plain, drafted = self._known(False, num_decodes), self._known(True, num_rows)
         if plain and drafted:
@@ -74,7 +75,7 @@ _RECOVER = 0.02  # share of the way back to the first counts, per step without a
 
 
 class _Record:
-    """A request's accepted drafts.  proposed: the last draft, before any constraint."""
+    """How well the drafts of a request do.  proposed: the last draft, before any constraint."""
 
     __slots__ = ("accepted", "proposed", "rejected")
 
@@ -92,7 +93,8 @@ class _Record:
         self.rejected = max(self.rejected * _FADE + (num_accepted < num_drafts), _MIN_REJECTED)
 
     def recover(self) -> None:
-        """After a step without drafts: the text may repeat itself again by now."""
+        """Move the counts towards the first ones after a step without drafts: the text may repeat
+        itself again by now."""
         self.accepted += (_ACCEPTED - self.accepted) * _RECOVER
         self.rejected += (_REJECTED - self.rejected) * _RECOVER
 
@@ -103,7 +105,10 @@ class _Record:
 
 
 class Speculator:
-    """tokens_of: the known tokens of a running request, (n,) int32."""
+    """Proposes drafts where they pay, and records how many are accepted.
+
+    tokens_of: returns the known tokens of a running request, (n,) int32.
+    """
 
     def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
         self._tokens_of = tokens_of
@@ -122,7 +127,7 @@ class Speculator:
         return self._best_cap(looked_at, drafts, len(decodes)) > 0
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """The drafts of decodes.  wanted: (request, the most drafts)."""
+        """The drafts of decodes.  wanted: pairs (request, the most tokens that it may draft)."""
         requests = [request for request, _ in wanted]
         drafts = [self._draft(request, min(most, MAX_DRAFT)) for request, most in wanted]
         cap = self._best_cap(requests, drafts, len(wanted))
@@ -136,8 +141,7 @@ class Speculator:
     def _best_cap(
         self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], num_decodes: int
     ) -> int:
-        """The length to cut drafts to that gives the most tokens a second; 0: none is better than
-        no drafts."""
+        """The length of drafts that gives the most tokens a second; 0 if no drafts are better."""
         best, best_gain = 0, _MARGIN
         for cap in _CAPS if any(drafts) else ():
             lengths = [min(len(draft), cap) for draft in drafts]

@@ -29,7 +29,7 @@ _MAX_THREADS = 8
 # nothing else overflows a stack of 64 MB, and an overflow ends the process.
 _STACK_BYTES = 512 << 20
 _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbose_errors=False)
-# Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
+# This number of grammars stay compiled.  One may hold 35 MiB, however short its text is.
 _MAX_KEPT = 8
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the grammar's text, which this package wrote
 _BYTES = LLTokenizer("byte")
@@ -42,7 +42,7 @@ class Compiler:
     def __init__(self, tokenizer: LLTokenizer, marks: Mapping[str, int] | None = None) -> None:
         """marks: ids of the tokens that a grammar may name, such as `<think>`."""
         self.tokenizer, self._marks = tokenizer, marks or {}
-        # Those that are being compiled, and those that a caller or `_last` holds.
+        # Forms that are being compiled, and compiled ones that a caller or `_last` holds.
         self._compiled: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
             WeakValueDictionary()
         )
@@ -69,7 +69,7 @@ class Compiler:
 
 
 def _compile(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> LLMatcher:
-    """Raises GrammarError, which says where, and BusyError."""
+    """Compile a form.  Raises GrammarError, which names the place, and BusyError."""
     if params.whitespace_pattern is not None:
         try:
             _compile(StructuredOutputsParams(regex=params.whitespace_pattern), tokenizer)

@@ -67,7 +67,7 @@ def read_tokenizer(tokens: Any, num_tokens: int, eos_token_ids: Sequence[int]) -
 
 
 _compilers_lock = Lock()
-# One for each model, because reading a vocabulary of 150,000 tokens takes a second.
+# Each model has one compiler: reading a vocabulary of 150,000 tokens takes a second.
 _compilers: "WeakKeyDictionary[TokenizerWrapper, Compiler]" = WeakKeyDictionary()
 
 
@@ -91,7 +91,7 @@ def grammar_constraint(
             try:
                 read = read_tokenizer(tokens, num_tokens, eos_token_ids)
                 _compilers[tokenizer] = Compiler(read, marks_of(tokens))
-            except Exception as e:  # slow tokenizers, and those that llguidance cannot read
+            except Exception as e:  # a slow tokenizer, or one that llguidance cannot read
                 raise SamplingError(
                     Option("structured_outputs"),
                     f" cannot be used with this model's tokenizer: {one_line(e)}",

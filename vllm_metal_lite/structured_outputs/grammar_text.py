@@ -13,10 +13,10 @@ from vllm_metal_lite.structured_params import MAX_FORM, WHITESPACE, StructuredOu
 
 # The time to compile grows faster than these sizes.  Within the limits, a hostile grammar takes a
 # second or two.  MAX_FORM is such a limit, too.
-MAX_LINES = 4_000  # of a grammar in Lark's syntax: a rule has a line of its own
-MAX_GBNF_LINES = 500  # translated to Lark's syntax in Python
-# In Lark: texts, comments and regexes, whose contents are no syntax.  One that does not end is read
-# only once, to the end.
+MAX_LINES = 4_000  # in Lark's syntax, where each rule has a line of its own
+MAX_GBNF_LINES = 500  # in GBNF, which Python code translates to Lark's syntax
+# Lark's texts, comments and regexes: their contents are no syntax.  If one does not end, the rest
+# of the line or the grammar belongs to it and is read only once.
 _LITERAL = r'"(?:\\.|[^"\\\n])*"?|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\])+/?'
 _SCHEMA = re.compile(rf"{_LITERAL}|(%json\s*(?=\{{))")
 TOKEN = re.compile(rf"{_LITERAL}|(<\[\^?[\d,-]+\]>|<[^<>\s\[][^<>\s]*>)")  # by id or name
@@ -25,7 +25,7 @@ TOKEN = re.compile(rf"{_LITERAL}|(<\[\^?[\d,-]+\]>|<[^<>\s\[][^<>\s]*>)")  # by 
 class GrammarError(SamplingError):
     """A grammar that cannot be used.
 
-    kind: the field of StructuredOutputsParams.  place: within it, such as ".properties.age".
+    kind: the field of StructuredOutputsParams.  place: where in its value, as ".properties.age".
     """
 
     def __init__(self, kind: str, place: str, why: str) -> None:

@@ -25,7 +25,7 @@ Change = Callable[[dict[str, Any], str], dict[str, Any]]
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be enforced.  place: within the schema, as ".properties.age"."""
+    """A schema that cannot be enforced.  place: where in the schema, as ".properties.age"."""
 
     def __init__(self, place: str, why: str) -> None:
         super().__init__(why)
@@ -76,7 +76,7 @@ def prepared(schema: Any) -> Any:
 def _check_ends(root: Any) -> None:
     """Raise SchemaError for a reference that requires itself: an answer would never end."""
     places: dict[str, str] = {}
-    waiting: dict[str, list[str]] = {}  # references that need one, by that one
+    waiting: dict[str, list[str]] = {}  # reference -> references that need it
 
     def find(part: dict[str, Any], place: str) -> dict[str, Any]:
         if isinstance(path := part.get("$ref"), str):
@@ -102,7 +102,7 @@ def _check_ends(root: Any) -> None:
 
 
 def _needed(schema: Any, endless: Set[str]) -> set[str]:
-    """References without which no value of a schema ends; none: a value does."""
+    """The references that every finite value of a schema needs; empty: some value needs none."""
     if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
         return set()
     if isinstance(path := schema.get("$ref"), str) and path in endless:
@@ -143,8 +143,8 @@ def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def without_numbers(schema: Any) -> Any:
-    """The schema with other finite numbers in `enum` and `const`.  For formats that write such
-    values as their own text: llguidance need not represent them."""
+    """The schema with small numbers in `enum` and `const`, for formats that write such values as
+    their own text: llguidance need not represent the real ones."""
 
     def change(part: dict[str, Any], place: str) -> dict[str, Any]:
         return part | {key: _small(part[key]) for key in ("enum", "const") if key in part}

@@ -18,7 +18,7 @@ def marks_of(tokenizer: Any) -> dict[str, int]:
 
 
 def without_marks(tokenizer: Any) -> list[str]:
-    """A fast tokenizer as JSON, with names for its marks that no text has; then as it is, if
+    """A fast tokenizer as JSON twice: with marks whose names occur in no text, and unchanged, if
     llguidance cannot read the first.
 
     llguidance tokenizes the text that a grammar forces.  The tokenizer would find marks in that

@@ -13,12 +13,13 @@ from vllm_metal_lite.structured_params import ThinkingParams
 class _Phase(Enum):
     BEFORE = auto()  # thoughts may begin, or the answer
     THINKING = auto()
+    ENDING = auto()  # in a channel: thoughts are over, and the rest of the end marker is forced
     OVER = auto()  # no thoughts may begin; never in a channel
 
 
 class _State(NamedTuple):
-    """num_thoughts: tokens of all thoughts so far.  num_written: tokens of the next marker (`start`
-    BEFORE, `end` while THINKING) that are written.  num_inner: tokens that `inner` has accepted."""
+    """num_thoughts: the number of tokens of all thoughts so far.  num_written: how much of the next
+    marker (`start` BEFORE, else `end`) is written.  num_inner: how much `inner` has accepted."""
 
     phase: _Phase
     num_thoughts: int = 0
@@ -40,7 +41,7 @@ class Thinking:
         vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._start, self._end = tuple(params.start), tuple(params.end)
+        self._start, self._end, self._in_channel = params.start, params.end, params.is_channel
         self._budget, self._inner, self._vocab_size = params.budget, inner, vocab_size
         self._not_last = ~pack_mask(eos_token_ids, vocab_size)
         phase = _Phase.BEFORE if self._start else _Phase.OVER
@@ -70,7 +71,7 @@ class Thinking:
 
     def forced(self) -> list[int]:
         phase, _, num_written, _ = self._states[-1]
-        if phase is _Phase.THINKING and self._is_spent:
+        if phase is _Phase.ENDING or (phase is _Phase.THINKING and self._is_spent):
             return list(self._end[num_written:])
         if phase is _Phase.OVER and self._inner is not None:
             return self._inner.forced()
@@ -80,23 +81,43 @@ class Thinking:
         return "" if self._inner is None else self._inner.error()
 
     def accept(self, token_id: int) -> None:
-        phase, num_thoughts, num_written, num_inner = self._states[-1]
-        if phase is _Phase.THINKING:
-            num_thoughts += 1
-            num_written = _num_written(self._end, num_written, token_id)
-            if num_written == len(self._end):
-                phase, num_written = _Phase.OVER, 0
-        elif phase is _Phase.BEFORE and token_id == self._start[num_written]:
-            num_written += 1
-            if num_written == len(self._start):
-                phase, num_written = _Phase.THINKING, 0
-        else:
-            answer = (*self._start[:num_written], token_id)
-            if self._inner is not None:
-                for token in answer:
-                    self._inner.accept(token)
-            phase, num_written, num_inner = _Phase.OVER, 0, num_inner + len(answer)
+        before, (phase, num_thoughts, num_written) = self._states[-1], self._next(token_id)
+        answer: Sequence[int] = ()  # tokens that are known now to be the form's
+        if self._in_channel:
+            answer = (token_id,)
+        elif phase is _Phase.OVER and before.phase is not _Phase.THINKING:
+            answer = (*self._start[: before.num_written], token_id)
+        if self._inner is not None:
+            for token in answer:
+                self._inner.accept(token)
+        num_inner = before.num_inner + len(answer)
         self._states.append(_State(phase, num_thoughts, num_written, num_inner))
+
+    def _next(self, token_id: int) -> tuple[_Phase, int, int]:
+        """Decide when thoughts begin and end: (phase, num_thoughts, num_written) after a token."""
+        phase, num_thoughts, num_written, _ = self._states[-1]
+        if phase is _Phase.OVER:
+            return phase, num_thoughts, 0
+        if phase is _Phase.THINKING:
+            num_written = _num_written(self._end, num_written, token_id)
+            is_whole = num_written == len(self._end)
+            # In a channel the first token of the end marker ends thoughts; the others are forced.
+            if not (num_written if self._in_channel else is_whole):
+                return phase, num_thoughts + 1, num_written
+            if self._in_channel and self._is_spent and not is_whole:
+                return _Phase.ENDING, num_thoughts, num_written
+            return (_Phase.BEFORE if self._in_channel else _Phase.OVER), num_thoughts, 0
+        if phase is _Phase.ENDING:
+            if token_id == self._end[num_written]:
+                num_written = (num_written + 1) % len(self._end)
+                return (phase if num_written else _Phase.BEFORE), num_thoughts, num_written
+            num_written = 0  # `inner` allows no rest of the end marker
+        before, num_written = num_written, _num_written(self._start, num_written, token_id)
+        if not self._in_channel and num_written <= before:  # the answer has begun
+            return _Phase.OVER, num_thoughts, 0
+        if 0 < num_written == len(self._start):
+            return _Phase.THINKING, num_thoughts, 0
+        return _Phase.BEFORE, num_thoughts, num_written
 
     def rollback(self, num_tokens: int) -> None:
         num_left = len(self._states) - num_tokens
@@ -125,7 +146,7 @@ class ChannelThinking(Thinking):
     def fill(self, bits: np.ndarray) -> bool:
         phase, _, num_written, _ = self._states[-1]
         limited = self._inner is not None and self._inner.fill(bits)
-        if self._is_spent and phase is _Phase.THINKING:
+        if self._is_spent and phase in (_Phase.THINKING, _Phase.ENDING):
             wanted = self._mask(self._end[num_written])
         elif self._is_spent and num_written:
             wanted = ~self._mask(*self._start[1:2])
@@ -141,26 +162,8 @@ class ChannelThinking(Thinking):
         # With `inner`, the mask leaves only the end.
         return super().forced() if self._inner is None else self._inner.forced()
 
-    def accept(self, token_id: int) -> None:
-        phase, num_thoughts, num_written, num_inner = self._states[-1]
-        if self._inner is not None:
-            self._inner.accept(token_id)
-        if phase is _Phase.THINKING and token_id == self._end[num_written]:
-            num_written += 1
-            # The first token of the end marker ends thoughts; the others are only forced.
-            if not self._is_spent or num_written == len(self._end):
-                phase, num_written = _Phase.BEFORE, 0
-        elif phase is _Phase.THINKING and not num_written:
-            num_thoughts += 1
-        else:
-            before = num_written if phase is _Phase.BEFORE else 0
-            phase, num_written = _Phase.BEFORE, _num_written(self._start, before, token_id)
-            if 0 < num_written == len(self._start):
-                phase, num_written = _Phase.THINKING, 0
-        self._states.append(_State(phase, num_thoughts, num_written, num_inner + 1))
-
 
 def _num_written(marker: Sequence[int], num_written: int, token_id: int) -> int:
-    """The tokens of `marker` at the end of a text: num_written of them before token_id came."""
+    """How much of `marker` ends a text, if num_written of it did before token_id came."""
     text = (*marker[:num_written], token_id)
     return next(n for n in range(len(text), -1, -1) if text[len(text) - n :] == marker[:n])

@@ -6,10 +6,11 @@ This module imports neither torch, vLLM nor MLX.
 
 import logging
 import os
-import platform
+import platform as host  # `platform` is a module of this package, once it is imported
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from vllm_metal_lite import envs
 
@@ -53,7 +54,7 @@ def wanted() -> bool:
     """
     if envs.device() in ("cpu", "cuda"):
         return True
-    return sys.platform == "darwin" and platform.machine() == "arm64"
+    return sys.platform == "darwin" and host.machine() == "arm64"
 
 
 def log_through_vllm() -> None:
@@ -72,3 +73,14 @@ def version_problem(found: str) -> str | None:
         f"vLLM {found} is outside of the range this plugin was tried with, "
         f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.x: expect errors"
     )
+
+
+def get(root: Any, path: str) -> Any:
+    """An option or a field of vLLM by its dotted path; None if this version of vLLM lacks it.
+
+    So the versions' differences are found by attribute, not by version number.  An option that has
+    moved is read at both places.
+    """
+    for name in path.split("."):
+        root = getattr(root, name, None)
+    return root

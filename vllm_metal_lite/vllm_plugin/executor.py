@@ -15,7 +15,7 @@ _POLL = 0.5  # seconds between checks of is_failed
 
 
 class HostsExecutor(MultiprocExecutor):
-    """`MultiprocExecutor` of the first host."""
+    """The `MultiprocExecutor` that runs on the first host."""
 
     def _init_executor(self) -> None:
         super()._init_executor()

@@ -40,8 +40,9 @@ def killed_after(seconds: int, line: str) -> Iterator[None]:
 class Heartbeat:
     """The thread that sends heartbeats of this rank, and looks for those of the others.
 
-    names: the names of the ranks, for messages.  tcp_store: kept, because rank 0's store ends with
-    the object; this thread has its own client.  lost: called once, in the thread, with one line.
+    names: the names of the ranks, for messages.  tcp_store: the store of the ranks.  It is kept,
+    because rank 0's store ends with the object; the thread has its own client.
+    lost: is called once, in the thread, with one line.
     Start it after MLX has connected the ranks: MLX holds the interpreter's lock until then.
     """
 
@@ -64,7 +65,7 @@ class Heartbeat:
     def _watch(self) -> None:
         counts, missed = [0] * len(self._names), [0] * len(self._names)
         while not self._leaving.wait(INTERVAL):
-            with suppress(OSError, ValueError):  # it has ended; this rank leaves
+            with suppress(OSError, ValueError):  # the watchdog has ended, since this rank leaves
                 self._watchdog.stdin.write(b".")  # type: ignore[union-attr]
             # vLLM does not end a worker that waits for calls of another host.
             if os.getppid() != self._parent and not self._leaving.wait(LEAVE):
@@ -75,7 +76,7 @@ class Heartbeat:
                     self._client.add(f"heartbeats/{rank}", int(rank == self._rank))
                     for rank in range(len(counts))
                 ]
-            except Exception:  # torch has several
+            except Exception:  # torch's stores raise several types
                 if not self._leaving.wait(LEAVE):
                     self._lost(f"{self._names[0]} has ended")
                 return

@@ -1,14 +1,15 @@
-"""Joins vLLM's workers into one group of ranks: their addresses, and whether all are alike."""
+"""Joins vLLM's workers into the ranks of one model.
 
-import hashlib
+The ranks meet in a store of torch's that rank 0 keeps.  There rank 0 says how all are connected,
+and each rank says its name and addresses, or why it cannot start.  Then MLX connects them.
+"""
+
 import json
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +18,9 @@ from vllm.distributed import init_distributed_environment
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip, get_loopback_ip
 
-import vllm_metal_lite
-from vllm_metal_lite import backend, envs
-from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite import envs
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
 from vllm_metal_lite.links import Links, join, read_links, reserve
-from vllm_metal_lite.model.files.folder import weight_files
 from vllm_metal_lite.vllm_plugin import logger
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat, killed_after
 
@@ -45,22 +43,22 @@ def join_workers(
     """
     size, several_hosts = parallel.world_size, parallel.nnodes > 1
     if several_hosts:
-        tcp_store = _store_of_hosts(rank, parallel)
+        store = _store_of_hosts(rank, parallel)
     else:
-        tcp_store = _store_of_host(rank, size, init_method)
+        store = _store_of_host(rank, size, init_method)
     try:
-        links = _links_of_rank_0(tcp_store, rank, size)
+        links = _links_of_rank_0(store, rank, size)
         address = get_ip() if several_hosts else get_loopback_ip()
         reserved = _reserve(rank, links.ips[rank] or [address])
     except ConfigError as e:  # tell all ranks: this rank's number may be wrong
         for key in ("links", *range(size)):
-            _set(tcp_store, key, failure=one_line(e))
+            _set(store, key, failure=one_line(e))
         raise
     name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
-    where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
-    names, addresses = zip(*_exchange(tcp_store, rank, size, [name, where]), strict=True)
+    _set(store, rank, [name, ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]])
+    names, addresses = zip(*(_get(store, r, r) for r in range(size)), strict=True)
     if several_hosts:
-        _join_queues(tcp_store, rank, parallel)
+        _join_queues(store, rank, parallel)
     line = f"{name} is not connected to all of {addresses} by {links.backend} within {_JOIN} s: "
     line += "a firewall or a cable may be the reason"
     with killed_after(_JOIN, line):  # MLX waits forever, with the interpreter's lock
@@ -68,11 +66,11 @@ def join_workers(
     for s in reserved:
         s.close()
     logger.info(f"rank {rank} of {size} has joined (pid {os.getpid()}), links: {links.backend}")
-    return group, Heartbeat(rank, names, tcp_store, lost)
+    return group, Heartbeat(rank, names, store, lost)
 
 
 def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
-    """The store of all hosts' ranks, which rank 0 keeps at --master-addr."""
+    """The store of the ranks of several hosts, at --master-addr."""
     master, port = parallel.master_addr, parallel.master_port
     limit, where = f"up to {START_HOSTS:.0f} s", f"--master-addr {master} --master-port {port}"
     if rank == 0:
@@ -86,15 +84,16 @@ def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
 
 
 def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
-    """The store of one host's ranks, which rank 0 keeps.  vLLM's own store has its port."""
+    """The store of one host's ranks.  They read its port in vLLM's own store, which may be a file:
+    a file does not end with rank 0."""
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
-    port = 0 if rank == 0 else _get(found, "port", 0, size)
+    port = 0 if rank == 0 else _get(found, "port", 0)
     host = get_loopback_ip()
-    tcp_store = _tcp_store(rank, size, host, port, START, f"{host} port {port}")
+    store = _tcp_store(rank, size, host, port, START, f"{host} port {port}")
     if rank == 0:
-        _set(found, "port", tcp_store.port)
-    return tcp_store
+        _set(found, "port", store.port)
+    return store
 
 
 def _tcp_store(
@@ -102,7 +101,7 @@ def _tcp_store(
 ) -> dist.TCPStore:
     """torch's store at `host`.  Rank 0 brings a socket, or torch would listen on all interfaces.
 
-    where: names the address in errors, by its flags if a user sets them.
+    where: the address as errors name it, by its flags if a user sets them.
     """
     listening = None
     try:
@@ -132,13 +131,13 @@ def _wait_for(host: str, port: int, limit: float) -> None:
         time.sleep(0.5)
 
 
-def _links_of_rank_0(tcp_store: dist.Store, rank: int, size: int) -> Links:
+def _links_of_rank_0(store: dist.Store, rank: int, size: int) -> Links:
     """The links as rank 0 describes them.  Raises ConfigError if the numbers of ranks differ."""
     if rank == 0:
         links = read_links(size, envs.hostfile())
-        _set(tcp_store, "links", [size, links])
+        _set(store, "links", [size, links])
         return links
-    size_of_0, links = _get(tcp_store, "links", 0, size)
+    size_of_0, links = _get(store, "links", 0)
     if size != size_of_0:
         raise ConfigError(
             f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
@@ -161,37 +160,29 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
     return reserved
 
 
-def _exchange(tcp_store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
-    """The values of all ranks, by rank."""
-    _set(tcp_store, rank, value)
-    return [_get(tcp_store, r, r, size) for r in range(size)]
-
-
 def _set(store: dist.Store, key: str | int, value: Any = None, failure: str | None = None) -> None:
     """Give all ranks a value under a key, or the reason why there is none."""
     store.set(f"metal_lite/{key}", json.dumps([value, failure]))
 
 
-def _get(store: dist.Store, key: str | int, rank: int, size: int) -> Any:
-    """The value that a rank gave under a key.  RankError if the rank is silent or has failed."""
+def _get(store: dist.Store, key: str | int, rank: int) -> Any:
+    """The value that a rank gives under a key.  RankError if the rank is silent or has failed."""
     try:
         value, failure = json.loads(store.get(f"metal_lite/{key}"))
     except Exception as e:  # each of torch's stores raises its own type
         limit = store.timeout.total_seconds()
-        raise RankError(
-            f"rank {rank} of {size} has not answered (limit: {limit:.0f} s): {one_line(e)}"
-        ) from e
+        raise RankError(f"rank {rank} has not answered within {limit:.0f} s: {one_line(e)}") from e
     if failure is not None:
         raise RankError(f"another rank cannot start: {failure}")
     return value
 
 
-def _join_queues(tcp_store: dist.Store, rank: int, parallel: ParallelConfig) -> None:
+def _join_queues(store: dist.Store, rank: int, parallel: ParallelConfig) -> None:
     """Make the group of torch's that vLLM's queues between hosts need."""
     size, local_size = parallel.world_size, parallel.local_world_size
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("vllm", tcp_store),
+        store=dist.PrefixStore("vllm", store),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=START),
@@ -199,28 +190,3 @@ def _join_queues(tcp_store: dist.Store, rank: int, parallel: ParallelConfig) -> 
     init_distributed_environment(size, rank, local_rank=rank % local_size, backend="gloo")
     # vLLM derives from this number which ranks are on one host.
     type(current_platform).num_devices = local_size
-
-
-def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
-    """Raise ConfigError on every rank if any differs from rank 0.
-
-    path: the model's folder.  options: what else must be the same.
-    """
-    own = {
-        **{name: version(name) for name in ("mlx", "mlx-lm", "vllm")},
-        "vllm-metal-lite": vllm_metal_lite.__version__,
-        "device": backend.describe(),
-        "METAL_LITE_ATTENTION": envs.attention(),
-        "METAL_LITE_KV_BITS": envs.kv_bits(),
-        "config.json": hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
-        "weights": [(f.name, f.stat().st_size) for f in weight_files(path)],
-        **options,
-    }
-    first, *others = ranks.gather(own)
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if other.get(name) != value:
-                raise ConfigError(
-                    f"rank {rank} has {name} {other.get(name)!r}, rank 0 has {value!r}: "
-                    "all ranks of a model must be alike"
-                )

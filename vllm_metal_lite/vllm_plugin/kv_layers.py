@@ -13,14 +13,18 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_metal_lite import envs
+from vllm_metal_lite.assembly import choose_attention
 from vllm_metal_lite.backend import dtype_name, mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
-from vllm_metal_lite.vllm_plugin.state_slot_manager import StateSlotSpec, state_slot_spec
+from vllm_metal_lite.vllm_plugin.state_slot_manager import (
+    StateSlotSpec,
+    has_own_pool,
+    state_slot_spec,
+)
 
 _NAME = "layers.{}"
 _STATES = "states.{}"
@@ -32,7 +36,7 @@ _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 class KVLayers:
     """This rank's layers that keep K and V.  Sleep frees the model, so no model is kept here.
 
-    specs: those that vLLM counts; one token counter if no layer keeps K and V.
+    specs: the specs of the layers that vLLM counts; one token counter if no layer keeps K and V.
     """
 
     def __init__(self, model: LoadedModel, ranks: RankGroup) -> None:
@@ -65,7 +69,7 @@ class KVLayers:
     def groups(
         self, kv_cache_config: KVCacheConfig, block_size: int
     ) -> tuple[list[KVGroup], int | None]:
-        """(Groups of K and V, the number of vLLM's group of states or None), as vLLM made them.
+        """Return (the groups of K and V that vLLM made, the index of its group of states or None).
 
         Raises ConfigError if a group has blocks of another size than block_size.
         """
@@ -84,6 +88,18 @@ class KVLayers:
             layers = tuple(numbers[name] for name in group.layer_names if name in numbers)
             groups.append(KVGroup(layers, num_blocks=kv_cache_config.num_blocks))
         return groups, state_group
+
+    def no_prefix_cache(self, model: LoadedModel, states_mode: str) -> str | None:
+        """Why vLLM cannot cache prefixes of this model, or None.  states_mode: mamba_cache_mode."""
+        if not model.state_bytes:
+            return None
+        if states_mode != "align":
+            return "vLLM does not know that its layers keep states"
+        if len(set(self.specs)) > 1:
+            return "it has recurrent states and attention layers of several kinds"
+        if not has_own_pool():
+            return "this vLLM has one pool of blocks for K and V and for recurrent states"
+        return None
 
     @cached_property
     def _first_layer(self) -> int:

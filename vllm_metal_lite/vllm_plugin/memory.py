@@ -16,14 +16,16 @@ from vllm_metal_lite.runner.step_peak import step_peak_bytes
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.vllm_plugin.state_slot_manager import MAX_SLOTS_PER_REQUEST
 
-# Largest share for state slots of the memory left by weights and a step.
+# State slots take at most this share of the memory that weights and a step leave.
 _STATE_SHARE = 0.5
-# On a CPU, K and V are for as many seats: for vLLM's default of 256, a tiny model took 8 GB.
+# On a CPU, K and V are sized for at most this many seats: with vLLM's default of 256, a tiny model
+# took 8 GB.
 _CPU_SEATS = 32
 
 
 class MemorySizes(NamedTuple):
-    """num_state_slots: of recurrent states; 0 for a model without any.  kv_bytes: for K and V."""
+    """num_state_slots: slots for recurrent states, 0 if the model has none.  kv_bytes: bytes for K
+    and V."""
 
     num_state_slots: int
     kv_bytes: int
@@ -66,7 +68,8 @@ def plan_memory(
             f"(--gpu-memory-utilization {fraction:g} of {size_text(limit)}); "
             f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
         )
-    # Each seat at full length, cached prefixes of two idle requests a seat, and vLLM's null block.
+    # Room for each seat at full length, the cached prefixes of two idle requests a seat, and
+    # vLLM's null block.
     requests = min(seats, _CPU_SEATS) if backend.is_cpu() else seats
     requests *= 3 if cache.enable_prefix_caching else 1
     most = requests * -(-max_model_len // config.block_size) + 1

@@ -3,23 +3,31 @@
 vLLM imports this module during its own import, so the methods import vLLM's names.
 """
 
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from vllm.platforms import Platform, PlatformEnum
 
 from vllm_metal_lite import __version__, envs
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT
-from vllm_metal_lite.errors import MetalLiteError
-from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.hosts import EXECUTOR, use_address_towards_master
-from vllm_metal_lite.vllm_plugin.refusals import note_what_vllm_sets, refuse_unsupported
+from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
+from vllm_metal_lite.vllm_plugin.refusals import (
+    HOSTS_EXECUTOR,
+    note_what_vllm_sets,
+    refuse_unsupported,
+)
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
-guard_torch_accelerator()  # in each process of vLLM, also in one that only cleans up
+# At its end each process of vLLM empties torch's caches, which raises without an accelerator.
+if not torch.accelerator.is_available():
+    for _name in ("empty_cache", "empty_host_cache"):
+        setattr(torch.accelerator, _name, lambda: None)
 
 _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
 _RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
@@ -38,6 +46,40 @@ def too_long_steps(vllm_config: "VllmConfig") -> str | None:
         f"macOS may kill a step of {tokens:,} tokens in a context of {length:,} while a display "
         f"is on: lower --max-num-batched-tokens to {most}, or --max-model-len (docs/plugin.md)"
     )
+
+
+def use_address_towards_master(parallel: "ParallelConfig") -> None:
+    """With several hosts, let vLLM, gloo and NCCL use this host's address towards the others.
+
+    vLLM would take the address that leads to the internet.  The user's own settings have priority.
+    Raises ConfigError if --master-addr cannot be right.
+    """
+    own = _own_address(parallel)
+    address = os.environ["VLLM_HOST_IP"] = os.environ.get("VLLM_HOST_IP") or own
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+    raise ConfigError(
+        f"VLLM_HOST_IP {address} is not an IPv4 address of this host; {own} reaches --master-addr"
+    )
+
+
+def _own_address(parallel: "ParallelConfig") -> str:
+    master = parallel.master_addr
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            if parallel.node_rank == 0:
+                s.bind((master, 0))
+            else:  # sends nothing
+                s.connect((master, parallel.master_port))
+        except OSError as e:
+            wrong = "this host, of --node-rank 0, has no such address"
+            if parallel.node_rank:
+                wrong = "this host has no route to it"
+            raise ConfigError(f"--master-addr {master}: {wrong} (IPv4): {one_line(e)}") from e
+        return str(s.getsockname()[0])
 
 
 class MetalLitePlatform(Platform):
@@ -65,11 +107,10 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        from vllm_metal_lite.vllm_plugin.quantization import register_mlx_quantization
-        from vllm_metal_lite.vllm_plugin.text_models import register_text_models
+        from vllm_metal_lite.vllm_plugin import register_models
 
-        register_mlx_quantization()
-        register_text_models()
+        register_models.register_mlx_quantization()
+        register_models.register_text_parts()
         note_what_vllm_sets()
 
     @classmethod
@@ -88,7 +129,7 @@ class MetalLitePlatform(Platform):
         if parallel.nnodes > 1:
             use_address_towards_master(parallel)
             if parallel.node_rank == 0:
-                parallel.distributed_executor_backend = EXECUTOR
+                parallel.distributed_executor_backend = HOSTS_EXECUTOR
         if parallel.worker_cls == "auto":
             parallel.worker_cls = _RANK_WORKER if parallel.world_size > 1 else _WORKER
         if parallel.pipeline_parallel_size > 1:

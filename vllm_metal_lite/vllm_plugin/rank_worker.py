@@ -7,27 +7,30 @@ ends the other workers and gives requests an error.
 """
 
 import atexit
+import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
+from importlib.metadata import version
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_metal_lite import backend, envs
+from vllm_metal_lite import __version__, backend, envs
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.model.files.find import find
+from vllm_metal_lite.model.files.folder import weight_files
 from vllm_metal_lite.vllm_plugin import logger
 from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
-from vllm_metal_lite.vllm_plugin.join_ranks import check_alike, join_workers
+from vllm_metal_lite.vllm_plugin.join_ranks import join_workers
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 
 def _fatal(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; its errors end this process, so that no other rank waits for it."""
+    """Wrap a method so that its errors end this process, for which other ranks would wait."""
 
     @wraps(method)
     def call(self: "RankWorker", *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +41,18 @@ def _fatal(method: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def check_alike(ranks: RankGroup, facts: dict[str, Any]) -> None:
+    """Raise ConfigError on every rank if a fact of any differs from that of rank 0."""
+    first, *others = ranks.gather(facts)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise ConfigError(
+                    f"rank {rank} has {name} {other.get(name)!r}, rank 0 has {value!r}: "
+                    "all ranks of a model must be alike"
+                )
 
 
 class RankWorker(MetalLiteWorker):
@@ -88,7 +103,20 @@ class RankWorker(MetalLiteWorker):
             backend.share_device(self.parallel_config.local_world_size)
 
     def load_model(self) -> None:
-        options = {
+        check_alike(self.ranks, self._facts())
+        super().load_model()
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by the name that an error gives it."""
+        path = find(self.model_config.model)
+        return {
+            **{name: version(name) for name in ("mlx", "mlx-lm", "vllm")},
+            "vllm-metal-lite": __version__,
+            "device": backend.describe(),
+            "METAL_LITE_ATTENTION": envs.attention(),
+            "METAL_LITE_KV_BITS": envs.kv_bits(),
+            "config.json": hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
+            "weights": [(f.name, f.stat().st_size) for f in weight_files(path)],
             "--dtype": self._dtype(),
             "--max-num-seqs": self.scheduler_config.max_num_seqs,
             "--max-num-batched-tokens": self.scheduler_config.max_num_batched_tokens,
@@ -98,8 +126,6 @@ class RankWorker(MetalLiteWorker):
             "--kv-cache-memory-bytes": self.cache_config.kv_cache_memory_bytes,
             "--enable-prefix-caching": self.cache_config.enable_prefix_caching,
         }
-        check_alike(self.ranks, find(self.model_config.model), options)
-        super().load_model()
 
     @property
     def _is_leader(self) -> bool:
@@ -111,7 +137,7 @@ class RankWorker(MetalLiteWorker):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         output = super().sample_tokens(grammar_output)
         if not self._is_leader and self.pipeline.steps:  # vLLM waits for the leader's step only
-            self._waiter.submit(self._wait, self.pipeline.steps[-1].wait)
+            self._waiter.submit(self._wait, self.pipeline.steps[-1].result.wait)
         return output
 
     @_fatal

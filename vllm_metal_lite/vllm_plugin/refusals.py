@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 from vllm_metal_lite import envs
 from vllm_metal_lite.config import ATTENTION, BLOCK_SIZES, KV_BITS
 from vllm_metal_lite.errors import ConfigError, shorten
-from vllm_metal_lite.vllm_plugin import hosts
-from vllm_metal_lite.vllm_plugin.compat import get
+from vllm_metal_lite.vllm_plugin import get
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_EXECUTORS = ("uni", "mp", hosts.EXECUTOR)
+# vLLM's executor of the first host of several.
+HOSTS_EXECUTOR = "vllm_metal_lite.vllm_plugin.executor.HostsExecutor"
+_EXECUTORS = ("uni", "mp", HOSTS_EXECUTOR)
 
 # (path in VllmConfig, command-line name, the values that are supported beside unset ones)
 _OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (

@@ -19,7 +19,7 @@ from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.vllm_plugin.compat import get
+from vllm_metal_lite.vllm_plugin import get
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 
@@ -29,8 +29,8 @@ class PluginRequest:
 
     asked: vLLM's SamplingParams; None for an embedding, which samples nothing.
     num_prompt_logprobs: as in SamplingParams; None in later turns of a session.
-    req_index None: preempted and waiting.
-    prompt_logprobs: those of the prompt's chunks, until its last chunk is scheduled; row i scores
+    req_index: the request's seat; None while it is preempted and waits.
+    prompt_logprobs: the scores of the prompt, until its last chunk is scheduled; row i scores
     prompt token i + 1.
     had_no_token: no token could be sampled, and an error was logged.
     state_blocks: vLLM's blocks of recurrent states, from the start of the context.
@@ -49,7 +49,7 @@ class PluginRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step to run.  req_ids, requests: those of the batch's segments, in order.
+    """A step to run.  req_ids, requests: the requests of the batch's segments, in order.
 
     prompt_logprobs: segment -> tensors that receive its prompt's scores.  pooling: the table of
     embedding requests; None if the engine generates.
@@ -68,7 +68,7 @@ class ScheduledStep:
 
 
 def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) -> SegmentState:
-    """The slots of a segment of the tokens [start, end).
+    """The state slots of a segment that computes the tokens [start, end).
 
     blocks: the request's state blocks so far, 0 for a null block.  Block b is slot b - 1.  The i-th
     block holds the state at the end of the tokens [0, (i + 1) * block_size), or, if it is the last,

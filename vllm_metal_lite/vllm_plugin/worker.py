@@ -11,6 +11,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend, envs
+from vllm_metal_lite.assembly import build_runner
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
@@ -18,7 +19,6 @@ from vllm_metal_lite.errors import ConfigError, size_text
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.adapters import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
-from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -26,7 +26,6 @@ from vllm_metal_lite.vllm_plugin import log_through_vllm, logger
 from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.memory import MemorySizes, check_fits, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
-from vllm_metal_lite.vllm_plugin.state_slot_manager import has_own_pool
 from vllm_metal_lite.vllm_plugin.translate import ScheduledStep, StepTranslator
 
 Part = TypeVar("Part", LoadedModel, Pipeline)
@@ -91,27 +90,13 @@ class MetalLiteWorker(WorkerBase):
         if self._pooling is not None and (problem := self.model.no_embeddings) is not None:
             raise ConfigError(f"{model.name} gives no embeddings: {problem}")
         backend.set_memory_limits()
-        if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
-            self._disable_prefix_cache(reason)
-
-    def _disable_prefix_cache(self, reason: str) -> None:
-        # With "uni", vLLM creates its scheduler later in this process, from the same object.
-        if self.parallel_config.distributed_executor_backend != "uni":
-            raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
-        self.cache_config.enable_prefix_caching = False
-        logger.warning("Prefixes are not cached for this model: %s", reason)
-
-    def _no_prefix_cache(self) -> str | None:
-        """Why vLLM's prefix cache must be off for this model, or None if it may be on."""
-        if not self.model.state_bytes:
-            return None
-        if self.cache_config.mamba_cache_mode != "align":
-            return "vLLM does not know that its layers keep states"
-        if len(set(self._layers.specs)) > 1:
-            return "it has recurrent states and attention layers of several kinds"
-        if not has_own_pool():
-            return "this vLLM has one pool of blocks for K and V and for recurrent states"
-        return None
+        reason = self._layers.no_prefix_cache(self.model, self.cache_config.mamba_cache_mode)
+        if reason is not None and self.cache_config.enable_prefix_caching:
+            # With "uni", vLLM creates its scheduler later in this process, from the same object.
+            if self.parallel_config.distributed_executor_backend != "uni":
+                raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
+            self.cache_config.enable_prefix_caching = False
+            logger.warning("Prefixes are not cached for this model: %s", reason)
 
     @property
     def _caches_states(self) -> bool:
@@ -132,7 +117,7 @@ class MetalLiteWorker(WorkerBase):
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes for K and V."""
+        """The number of bytes for K and V."""
         return self._memory.kv_bytes
 
     @cached_property
@@ -187,7 +172,7 @@ class MetalLiteWorker(WorkerBase):
 
     @property
     def _pooling(self) -> str | None:
-        """How embeddings are made, "last" or "mean"; None: the engine generates."""
+        """How embeddings are made, "last" or "mean"; None if the engine generates."""
         config = self.model_config.pooler_config
         return None if config is None else str(config.seq_pooling_type).lower()
 
@@ -215,7 +200,12 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        self.pipeline.begin(step)
+        try:
+            result = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        except Exception:
+            self.pipeline.steps.pop()  # vLLM calls once more before it reads the error
+            raise
         output = StepOutput(step, result)
         if self.scheduler_config.async_scheduling or self.ranks.stages:
             return output  # a stage that is done may start the next step

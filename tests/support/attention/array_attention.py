@@ -14,7 +14,7 @@ from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
 
@@ -124,7 +124,7 @@ def compile_on_cpu(engine: LLMEngine, prefill: str = "gather") -> LLMEngine:
     """Put ArrayAttention into an engine and have its steps compiled."""
     store, shapes = engine.runner.attention.store, engine.model.attention_shapes
     attention = ArrayAttention(store, prefill, shapes)
-    engine.pipeline.runner = ArrayRunner(
+    engine.in_flight.pipeline.runner = ArrayRunner(
         engine.model.packed, StepPath(attention), engine.runner.sampler
     )
     engine.runner.compiled.reason = None

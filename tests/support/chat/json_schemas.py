@@ -5,14 +5,20 @@ from typing import Any
 from hypothesis import strategies as st
 
 _NAMES = st.text("abcdefgh", min_size=1, max_size=4)
-_PLAIN = st.sampled_from([
-    {"type": "boolean"}, {"type": "null"}, {"enum": ["a", 1, None, [2]]}, {"const": {"x": 1}},
-    {"type": "integer", "minimum": -3, "exclusiveMaximum": 20},
-    {"type": "number", "minimum": 0, "maximum": 1}, {"type": "integer", "multipleOf": 3},
-    {"type": "string", "maxLength": 4}, {"type": "string", "pattern": "^[a-c]{2,3}$"},
-    {"type": "string", "format": "date"}, {"type": ["string", "null"], "maxLength": 2},
-    {"$ref": "#/$defs/shared"},
-])  # fmt: skip
+_INTEGERS = [{"minimum": -3, "exclusiveMaximum": 20}, {"multipleOf": 3}]
+_STRINGS = [{"maxLength": 4}, {"pattern": "^[a-c]{2,3}$"}, {"format": "date"}]
+_PLAIN = st.sampled_from(
+    [
+        *({"type": "integer"} | limits for limits in _INTEGERS),
+        *({"type": "string"} | limits for limits in _STRINGS),
+        {"type": "number", "minimum": 0, "maximum": 1},
+        {"type": ["string", "null"], "maxLength": 2},
+        *({"type": name} for name in ("boolean", "null")),
+        {"enum": ["a", 1, None, [2]]},
+        {"const": {"x": 1}},
+        {"$ref": "#/$defs/shared"},
+    ]
+)
 
 
 def _object(properties: dict[str, Any], num_required: int, more: bool | dict[str, Any]) -> Any:

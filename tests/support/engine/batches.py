@@ -22,8 +22,8 @@ def pack(
 ) -> ForwardBatch:
     """A step that ends with the last known token of each request.
 
-    tables: of each KV group, the blocks of each segment, or more; by default `own_blocks`.
-    tokens: the first ones of all requests; by default zeros.
+    tables: for each KV group the blocks of each segment, or more blocks; by default `own_blocks`.
+    tokens: the first tokens of all requests; by default zeros.
     """
     longest = max(before + count for before, count in segments)
     tables = tables or (own_blocks(segments, block_size),)
@@ -38,7 +38,7 @@ def pack(
 
 
 def own_blocks(segments: Sequence[Segment], block_size: int, seed: int = 0) -> list[list[int]]:
-    """Blocks of each segment: a permutation of all of them."""
+    """The blocks of each segment, in random order."""
     counts = [-(-(before + count) // block_size) for before, count in segments]
     blocks = np.random.default_rng(seed).permutation(sum(counts)).tolist()
     return [[blocks.pop() for _ in range(count)] for count in counts]

@@ -14,7 +14,7 @@ def alone(model, prompt, pooling: str = "last") -> np.ndarray:
 
 
 def compare(found, wanted) -> None:
-    """float32: the cosine, and each value."""
+    """Assert that embeddings in float32 agree, by their cosine and value by value."""
     for one, other in zip(found, wanted, strict=True):
         assert one @ other > 0.9999
         np.testing.assert_allclose(one, other, atol=1e-5)

@@ -4,29 +4,29 @@ Only the runner is not the real one.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from tests.support.engine.fake_model import VOCAB_SIZE, FakeModel, alone
 from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models import tiny_models as tiny
+from vllm_metal_lite.assembly import Parts
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.engine import engine as engines
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.sampling.sampler import SamplerOutput
+from vllm_metal_lite.sampling.sampler import Sampler, SamplerOutput
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.scheduler.step_limit import StepLimit
 
 
 class FakeConfig(EngineConfig):
@@ -61,10 +61,10 @@ class FakeResult(StepResult):
 
 
 class FakeRunner:
-    """Replaces a ModelRunner.  launched: called behind each launch."""
+    """Replaces a ModelRunner.  launched: called after each launch."""
 
-    def __init__(self, model: FakeModel) -> None:
-        self.model, self.fails = model, False
+    def __init__(self, model: FakeModel, sampler: Sampler) -> None:
+        self.model, self.sampler, self.fails = model, sampler, False
         self.in_flight: list[FakeResult] = []
         self.launched: Callable[[], object] = lambda: None
 
@@ -84,7 +84,7 @@ class FakeRunner:
         return self.in_flight[-1]
 
     def forget(self) -> None:
-        """What the steps in flight should have written is not there."""
+        """Lose what the steps in flight should have written."""
         for step in self.in_flight:
             self.model.forget(step.batch)
         self.in_flight.clear()
@@ -92,16 +92,16 @@ class FakeRunner:
 
 @cache
 def _loaded() -> LoadedModel:
-    """What an engine asks of its model beside its forwards."""
+    """The facts that an engine reads from its model, beside its forwards."""
     return tiny.load("llama", vocab_size=VOCAB_SIZE)
 
 
 class FakeEngine(LLMEngine):
-    """An engine with these KV groups; or blocks: the number of blocks of one without a window.
+    """An engine of tokens without a real model.
 
-    ahead: steps are launched one ahead.  stops: tokens that end an answer.  num_state_slots: of a
-    recurrent layer; 0: there is none.
-    requests: all that were ever added.  steps: those whose tokens are known.
+    blocks: the KV groups, or the number of blocks of one group without a window.  ahead: steps are
+    launched one ahead.  num_state_slots: the state slots of a recurrent layer; 0: the model has no
+    such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
     """
 
     def __init__(
@@ -111,23 +111,21 @@ class FakeEngine(LLMEngine):
         max_model_len: int = 512,
         *,
         ahead: bool = False,
-        stops: Sequence[int] = (),
         num_state_slots: int = 0,
     ) -> None:
         groups = [KVGroup(num_blocks=blocks)] if isinstance(blocks, int) else blocks
         groups = [replace(group, layers=(i,)) for i, group in enumerate(groups)]
-        specs = [LayerSpec(1, 8, 8, mx.float32, group.window) for group in groups]
-        runner = FakeRunner(FakeModel(groups, config.block_size, num_state_slots))
-        loaded = _loaded()
-        packed = copy(loaded.packed)
-        packed.layout = replace(packed.layout, specs=specs)
-        parts = {"size_store": lambda *_: (groups, max_model_len, num_state_slots)}
-        with patch.multiple(engines, build_runner=lambda *_: runner, **parts):
-            super().__init__(replace(loaded, packed=packed), config)
-        self.stops, self._launch = list(stops), self.in_flight.launch
+        model = FakeModel(groups, config.block_size, num_state_slots)
+        runner = FakeRunner(model, Sampler(config.max_num_seqs, VOCAB_SIZE))
+        limit = None
+        if config.max_step_seconds:
+            limit = StepLimit(config.max_step_seconds, compiles=False)
+        scheduler = Scheduler(config, groups, max_model_len, num_state_slots, limit=limit)
+        super().__init__(_loaded(), config, Parts(scheduler, runner, NoPrefixDisk()))
+        self._launch = self.in_flight.launch
         self.in_flight.launch = self.launch
         tiny.run_ahead(self, ahead)
-        self.speculator = None  # another one depends on measured times
+        self.in_flight.speculator = None  # another one depends on measured times
         self.requests: dict[str, Request] = {}
         self.steps: list[SchedulerOutput] = []
         self.on_step = self.steps.append
@@ -139,7 +137,7 @@ class FakeEngine(LLMEngine):
         number = len(self.requests)
         request_id = request_id or f"r{number}"
         self.intake.num_requests = fields.pop("arrival", number)
-        params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
+        params = tiny.greedy(max_tokens, ignore_eos=True)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
         asked = {"prompt_token_ids": prompt, "spans": fields.pop("spans", None)}
         self.add_request(request_id, asked, params, **how)
@@ -160,7 +158,7 @@ class FakeEngine(LLMEngine):
         return self.steps[-1] if len(self.steps) > before else SchedulerOutput()
 
     def launch(self, output: SchedulerOutput) -> None:
-        """A step that reads new blocks before they are written fails."""
+        """Launch a step; it fails if it reads new blocks before they are written."""
         for segment in output.segments:
             is_new = segment.request in output.admitted
             shared = segment.num_computed // self.config.block_size if is_new else 0
@@ -169,7 +167,7 @@ class FakeEngine(LLMEngine):
         self._launch(output)
 
     def run(self, max_steps: int = 10_000) -> list[SchedulerOutput]:
-        """Step until every request has finished; the steps since then."""
+        """Step until every request has finished; returns these steps."""
         before = len(self.steps)
         while self.unfinished:
             assert len(self.steps) - before < max_steps, "requests do not finish"
@@ -180,14 +178,16 @@ class FakeEngine(LLMEngine):
         """The pools' accounts, the requests' blocks and the block tables in use agree."""
         check_accounts(self.scheduler.kv, self.requests.values())
         for request in self.requests.values():
-            seat, held = request.req_index, request.num_blocks
+            seat, held = self.in_flight.seats.req_index.get(request), request.num_blocks
             if seat is None:
                 assert not request.block_tables, "a request without a seat has blocks"
                 continue
-            assert self.inputs.num_blocks[seat] == held
-            for of_all, table in zip(self.inputs.block_tables, request.block_tables, strict=True):
+            assert self.in_flight.inputs.num_blocks[seat] == held
+            for of_all, table in zip(
+                self.in_flight.inputs.block_tables, request.block_tables, strict=True
+            ):
                 assert of_all[seat, :held].tolist() == table.block_ids
-            assert self.inputs.num_tokens[seat] == request.num_tokens
+            assert self.in_flight.inputs.num_tokens[seat] == request.num_tokens
 
 
 def answer_of(request: Request) -> list[int]:

@@ -27,8 +27,8 @@ def decodes_from(nth: int) -> Callable[[Segment], bool]:
 
 
 def spoil(engine: LLMEngine, bad: Mapping[str, tuple[Callable[[Segment], bool], str]]) -> None:
-    """bad: by the user's id of a request, the segments that spoil a step, and where it then
-    fails."""
+    """Make steps fail.  bad: by the user's id of a request, which of its segments spoil a step, and
+    at which of PLACES the step then fails."""
     runner = engine.runner
     execute, sample = runner.execute, runner._sample_and_score
     at: set[str] = set()
@@ -58,7 +58,7 @@ def spoil(engine: LLMEngine, bad: Mapping[str, tuple[Callable[[Segment], bool], 
 
 
 def serve(engine: LLMEngine, max_steps: int = 4000) -> tuple[dict[str, Any], dict[str, str]]:
-    """Step to the end, as a server does; the finished outputs and the errors, by request id."""
+    """Step to the end, as a server does.  Returns outputs and errors by request id."""
     done: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for _ in range(max_steps):

@@ -9,7 +9,7 @@ class Guesses(Speculator):
     """Drafts that are the true answers with errors, of random lengths, in random steps."""
 
     def __init__(self, engine, truth, seed=0, right=0.8):
-        super().__init__(engine.seats.tokens_of)
+        super().__init__(engine.in_flight.seats.tokens_of)
         self.truth, self.random, self.right = truth, Random(seed), right
 
     def wants(self, decodes):

@@ -1,4 +1,4 @@
-"""NaN in slots that no request may read."""
+"""Writes NaN to slots that no request may read."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from vllm_metal_lite.kv.store import PagedStore
 
 
 def poison(store: PagedStore, keep: Sequence[np.ndarray]) -> None:
-    """NaN into the slots that are not to be kept; keep: (num_slots,) bool of each KV group."""
+    """Write NaN to all other slots.  keep: for each KV group, (num_slots,) bool."""
     masks = [mx.array(k)[:, None, None] for k in keep]
     for arrays in (store.keys, store.values):
         for layer, a in enumerate(arrays):
@@ -28,7 +28,7 @@ def poison(store: PagedStore, keep: Sequence[np.ndarray]) -> None:
 
 
 def poison_states(store: StateStore, keep: Collection[int]) -> None:
-    """NaN into the state slots that are not to be kept; a wrong number where there is no NaN."""
+    """Write NaN to all other state slots, or a wrong number where the dtype has no NaN."""
     kept = np.isin(np.arange(store.num_slots), list(keep))
     for key, a in store._arrays.items():
         wrong = float("nan") if mx.issubdtype(a.dtype, mx.floating) else 7

@@ -1,4 +1,4 @@
-"""Whether the accounts of blocks and of state slots are consistent."""
+"""Checks that the accounts of blocks and of state slots are consistent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 
 def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-    """block_tables: all of them; None: ownerships are not checked."""
+    """block_tables: the tables of all owners; None: ownerships are not checked."""
     free, cached = set(pool._free), set(pool._cached)
     owned = {b for b in range(pool.num_blocks) if pool._ref[b] > 0}
     assert len(free) == pool.num_free, "a block is free twice"
@@ -28,20 +28,20 @@ def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = N
         assert [refs[b] for b in range(pool.num_blocks)] == pool._ref, "an ownership is wrong"
 
 
-def check_slots(
-    slots: StateSlots, running: Sequence[Request], restored: Sequence[int] = ()
-) -> None:
-    owned = [[r.state.final] for r in running if r.state is not None]
-    check_pool(slots.pool, [*owned, slots._held, restored])
-    assert slots._num_owners == len(owned)
-    assert slots.pool.num_available + len(slots._held) >= slots.num_seats - len(owned)
+def check_slots(slots: StateSlots, restored: Sequence[int] = ()) -> None:
+    """restored: the slots that the prefix disk owns."""
+    owned = [[state.final] for state in slots.running.values()]
+    check_pool(slots, [*owned, slots._held, restored])
+    assert slots.num_available + len(slots._held) >= slots.num_seats - len(owned)
+    assert slots._checkpoints.keys() == set(slots._by_name.values())
+    assert all(c.has_name and c.slot == slot for slot, c in slots._checkpoints.items())
 
 
 def check_accounts(
     kv: KVCacheManager, requests: Iterable[Request], restore: Restore | None = None
 ) -> None:
-    """requests: all unfinished ones, whose windows keep their blocks.  restore: the prefix that is
-    read from the disk."""
+    """requests: all unfinished requests, whose windows keep their blocks.  restore: the prefix that
+    is being read from the disk."""
     running = [r for r in requests if r.block_tables]
     restored: defaultdict[int, list[int]] = defaultdict(list)
     for part, place in restore.places.items() if restore else ():
@@ -52,4 +52,5 @@ def check_accounts(
             seen = group.first_block(request.num_computed_tokens, kv.block_size)
             assert request.block_tables[i].num_given_back <= seen, "a block is still needed"
     if kv.states is not None:
-        check_slots(kv.states, running, restored[len(kv.pools)])
+        assert {*kv.states.running} == {*running}
+        check_slots(kv.states, restored[len(kv.pools)])

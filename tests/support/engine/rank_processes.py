@@ -21,10 +21,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(task: str, size: int, *args: Any, links: int = 1) -> list[Any]:
-    """The results of all ranks; AssertionError with a rank's output if it fails.
-
-    links: connections between neighbours.
-    """
+    """Run the task on all ranks; return their results.  If a rank fails, AssertionError has its
+    output.  links: the number of connections between neighbours."""
     with_sockets = [reserve("127.0.0.1") for _ in range(size * links)]
     ports = [f"127.0.0.1:{s.getsockname()[1]}" for s in with_sockets]
     addresses = [ports[rank * links : (rank + 1) * links] for rank in range(size)]

@@ -27,7 +27,7 @@ class _Rank(RankGroup):
 
 
 def run(task: Callable[[RankGroup], Any], size: int = 2) -> list[Any]:
-    """What `task` returns on each rank.  A rank that ends releases none of the others."""
+    """Run the task on each rank; return their results.  A rank that ends releases no other."""
     values, barrier = [None] * size, Barrier(size)
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda rank: task(_Rank(rank, values, barrier)), range(size)))

@@ -9,12 +9,15 @@ PROMPTS = tiny.prompts(2, 20, 20, seed=3)
 
 
 class RunnerBench:
-    """The parts of an engine, with a seat for each prompt, greedy, and block tables filled in
-    order."""
+    """The parts of an engine.  Each prompt is a greedy request with a seat and eight blocks."""
 
     def __init__(self, prompts, num_blocks=32, name="llama"):
         engine = tiny.engine(name, attention="reference", num_blocks=num_blocks)
-        self.runner, self.inputs, self.pipeline = engine.runner, engine.inputs, engine.pipeline
+        self.runner, self.inputs, self.pipeline = (
+            engine.runner,
+            engine.in_flight.inputs,
+            engine.in_flight.pipeline,
+        )
         self.prompts, rows = prompts, []
         for i, prompt in enumerate(prompts):
             rows.append(self.inputs.add(prompt, len(prompt)))

@@ -1,4 +1,4 @@
-"""What sampling should give: float64, one row at a time, noise by hand; and how to run it."""
+"""The tokens that a sampler should draw, in float64 and one row at a time; helpers to run one."""
 
 import math
 
@@ -13,9 +13,15 @@ EOS = (3,)
 EMPTY = np.zeros(0, np.int32)
 
 SEEDED = SamplingParams(
-    temperature=1.2, top_k=40, top_p=0.97, repetition_penalty=1.3, frequency_penalty=0.2,
-    min_tokens=4, stop_token_ids=[9], logit_bias={4: 2.0},
-)  # fmt: skip
+    temperature=1.2,
+    top_k=40,
+    top_p=0.97,
+    repetition_penalty=1.3,
+    frequency_penalty=0.2,
+    min_tokens=4,
+    stop_token_ids=[9],
+    logit_bias={4: 2.0},
+)
 VOCAB = 6400
 PROMPT = np.array([5, 6, 7, 5], np.int32)
 
@@ -83,7 +89,7 @@ def make(params, seeds, vocab_size, prompt=EMPTY, output=EMPTY, eos=EOS):
 
 def draw(sampler, logits, steps):
     """(steps, rows) tokens, every row from the same logits (V,)."""
-    rows = np.arange(len(sampler._rows))
+    rows = np.arange(len(sampler.state[0]))
     x = mx.broadcast_to(mx.array(logits), (len(rows), len(logits)))
     out = [sampler(x, rows).token_ids for _ in range(steps)]
     return np.array(mx.stack(out))
@@ -94,7 +100,7 @@ def random_logits(seed, *shape, scale=3.0):
 
 
 def assert_fits(counts, probs):
-    """By chi-square."""
+    """Assert by chi-square that the counts follow the probabilities."""
     assert counts[probs == 0].sum() == 0
     expected, counts = probs[probs > 0] * counts.sum(), counts[probs > 0]
     stat, df = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1

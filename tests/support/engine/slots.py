@@ -24,7 +24,7 @@ def draw_slots(rng: np.random.Generator, length: int, vocab_size: int, forced: f
 
 
 class SlotConstraint:
-    """A `Constraint`.  Behind the last position, any token may come.  seen: the answer's tokens."""
+    """A `Constraint`.  After the last position any token may come.  seen: the answer's tokens."""
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self.slots, self.vocab_size = slots, vocab_size

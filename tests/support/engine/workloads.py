@@ -15,15 +15,15 @@ MAX_MODEL_LEN = 32
 Choose = Callable[[Sequence], Any]
 # Prompts start with one of these, so that they share prefixes of any length.
 STEMS = [[i * 50 + j for j in range(20)] for i in range(2)]
-# The KV groups of most models; of those with some windows, and with nothing else.
+# The KV groups of models: without windows, with some windows, and with windows only.
 WINDOWS = [(None,)] * 3 + [(None, 1), (None, 3), (None, 4), (None, 7), (None, 13, 5), (6,), (9, 2)]
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes, what it asks, and (abort_at) in which step it is taken back.
+    """A request: when it comes, what it asks, and (abort_at) in which step it is aborted.
 
-    spans: it has those that its engine can compute in one step.
+    spans: the request has those of them that its engine can compute in one step.
     """
 
     step: int
@@ -44,8 +44,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """extra_blocks: beyond what the largest request needs, of each KV group.  failures: steps that
-    fail."""
+    """extra_blocks: the blocks of each KV group beyond those that the largest request needs.
+    failures: the numbers of the steps that fail."""
 
     arrivals: tuple[Arrival, ...]
     block_size: int
@@ -60,7 +60,7 @@ class Workload:
 
 
 def make_spans(choose: Choose, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Few spans of a prompt, or none; some touch each other, and some are the whole prompt."""
+    """A few spans of a prompt, or none.  Some touch each other; some are the whole prompt."""
     spans, at = [], 0
     for length in choose([(), (), (), (30,), (2, 3), (5,), (4, 4, 4), (1, 9)]):
         start = min(at + choose([0, 0, 1, 2, 5]), num_tokens)

@@ -39,12 +39,12 @@ def raw(array: mx.array) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Every number as `dtype` holds it."""
+    """Numbers, rounded to `dtype`."""
     return np.array(of_type(values, dtype).astype(mx.float32))
 
 
 def in_store(row: RowFormat, values: np.ndarray) -> mx.array:
-    """Rows as a store of this format keeps them; one of NaN has scales that are NaN."""
+    """Rows in the format of a store.  A quantised row of NaN gets scales that are NaN."""
     kept = row.pack(mx.array(values).astype(row.dtype))
     if row.bits is None:
         return kept

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from tests.support.attention.oracle import paged_attention, slots_of
 from tests.support.kernels.arrays import TOLERANCE, draw, from_store, in_store
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import NewRows
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
-# Keys of each sequence: the first token of all, an empty row, whole blocks, and the first token of
-# a block.
+# The keys of each sequence: a single one, none, whole blocks, and one more than whole blocks.
 RAGGED = [1, 16, 0, 33, 7, 100]
 
 
@@ -59,7 +58,7 @@ def poisoned_store(
 
 
 def segments_of(most_rows: int, most_before: int) -> st.SearchStrategy[tuple[int, int]]:
-    """(rows, keys) of a segment, often without keys before its rows."""
+    """A strategy for the (rows, keys) of a segment, often without keys before its rows."""
     before = st.integers(0, most_before) | st.just(0)
     return st.tuples(st.integers(1, most_rows), before).map(lambda s: (s[0], s[0] + s[1]))
 
@@ -141,7 +140,8 @@ class AttentionCase:
         assert not self.run(**how).any()
 
     def check_chunks(self, split: int, chunk: Callable[[int, int], "AttentionCase"]) -> None:
-        """The only segment in two chunks gives the same bits as at once.  chunk: of rows, keys."""
+        """Check that a segment in two chunks gives the same bits as at once.  chunk: its rows,
+        keys."""
         expected, end = self.run(), len(self.q)
         for begin, until in ((0, split), (split, end)):
             part = chunk(until - begin, until)
@@ -153,7 +153,7 @@ class AttentionCase:
 
 
 class PagedSequences(AttentionCase):
-    """Decodes of seq_lens keys; one without keys is a row of padding."""
+    """Decodes of seq_lens keys; a length of 0 is a row of padding."""
 
     def __init__(self, seq_lens, *, plan=(1, 4), **how) -> None:
         super().__init__([(1, n) for n in seq_lens], padding=0, **how)
@@ -169,7 +169,7 @@ class PagedSequences(AttentionCase):
         ticket: mx.array,
         prefix: SharedPrefixResult | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """By paged_decode."""
+        """The results of paged_decode."""
         where = mx.array(self.block_tables), mx.array(self.seq_lens)
         where, plan = (*where, self.layer(ticket, store), self.scores()), DecodePlan(*self.plan)
         return paged_decode(q, *where, plan=plan, prefix=prefix)
@@ -182,7 +182,8 @@ class PagedSequences(AttentionCase):
         ticket: mx.array,
         splits: int = 2,
     ) -> SharedPrefixResult:
-        """By shared_prefix: the first `lens` keys of each row, which are in the same blocks."""
+        """The results of shared_prefix: the first `lens` keys of each row, which are in the same
+        blocks."""
         leader = mx.array([int(np.argmax(lens))], mx.int32)
         where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
         return shared_prefix(q, *where, self.layer(ticket, store), self.scores(), splits=splits)

@@ -1,8 +1,6 @@
-"""A small launch of every kernel of attention and of the store, which uses all of its parts.
+"""A small launch of every kernel of attention and of the store, which uses all of its parts."""
 
-A part of `runs`.
-"""
-
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,32 +8,30 @@ import pytest
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.device import change_device
+from tests.support.kernels.row import LATENT, PLAIN, QUANTISED, KernelTest, ServingCase
 from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode, latent_attention
 from vllm_metal_lite.kernels import merge_partitions as merging
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope, Scores
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
 from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
-from vllm_metal_lite.kernels.scores import Scores
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult, shared_prefix
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
 
-FACTOR = 1.3466  # of a rotation
+FACTOR = 1.3466  # the factor of a rotation
 KV_HEADS, HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 18, 9, 72, 8, 96
 SCORES = Scores(0.2)
-# Rows to be written.  The slots 94 and 95 are the last two: what goes beyond a row goes beyond the
-# store.
+# The slots of written rows.  94 and 95 are the last two, so a write beyond a row leaves the store.
 NEW_SLOTS, POSITIONS = (mx.array(n, mx.int32) for n in ([7, 94, -1, 95, 40], [0, 3, 4, 9, 50]))
 
 
 def spec_of(dtype, bits=None, dim=DIM):
-    """In 4 bits, rows have three groups of 24."""
+    """A layer's format.  In 4 bits, a row has three groups of 24 values."""
     return LayerSpec(KV_HEADS, dim, dim, dtype, bits=bits)
 
 
@@ -47,7 +43,7 @@ def store(spec, slots=SLOTS):
 
 
 def new_rows(count, heads, dtype, dim=DIM, seed=13, factor=1.0):
-    """q, k and v side by side, still to be normalised and rotated."""
+    """New rows: q, k and v side by side, not yet normalised and rotated."""
     rows = seeded(count, (heads + 2 * KV_HEADS) * dim, seed=seed, dtype=dtype)
     columns = [Columns(rows, n * dim) for n in (0, heads, heads + KV_HEADS)]
     norm = RMSNorm(seeded(dim, seed=10, dtype=dtype), 1e-5)
@@ -61,7 +57,8 @@ def kv_write(dtype, bits=None):
 
 
 def wide_kv_write(dtype):
-    """Rows of 13 groups of 40, more than 32 lanes take at once; not a head for each simdgroup."""
+    """Rows have 13 groups of 40 values, more than 32 lanes take at once.  SIMD groups outnumber
+    heads."""
     spec = LayerSpec(5, 520, 520, dtype, bits=8)
     rows, written = [seeded(3, 5, 520, seed=n, dtype=dtype) for n in (3, 4)], store(spec, 8)
     slots = mx.array([7, -1, 2], mx.int32)
@@ -83,7 +80,7 @@ def decoded(q, kept, plan, prefix=None):
 def paged_decode(dtype, bits=None, plan=(1, 2), prefix=None):
     spec, q = spec_of(dtype, bits), seeded(3, HEADS, DIM, seed=5, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
-        change_device(patch, decode_sums=64)  # in float32 two tiles, the second a head short
+        change_device(patch, decode_sums=64)  # two tiles in float32; the second has one head less
         return [decoded(q, store(spec), plan, prefix)]
 
 
@@ -94,8 +91,8 @@ def fused_decode(dtype, bits=None, factor=1.0):
 
 
 def shared_prefix_rows(dtype, q=None, dim=DIM, bits=None):
-    """The second row's first 45 keys in two splits, the last one short, as is the tile of 27
-    pairs."""
+    """The prefix is the second row's first 45 keys, in two splits.  The last split and the tile of
+    27 pairs are not full."""
     blocks, spec = [10, 2, 11, 5, 3, 0], spec_of(dtype, bits, dim)
     tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
@@ -111,20 +108,20 @@ def shared_prefix_of_new_rows(dtype, factor=1.0):
 
 
 def decode_behind_a_prefix(dtype, splits=3, plan=(1, 2)):
-    """The sequences of `decoded`; the first shares its 8 first keys."""
+    """The sequences of `decoded`; the first shares a prefix of 8 keys."""
     parts = (seeded(3, HEADS, *dims, seed=13) for dims in ((splits, DIM), (splits,)))
     prefix = SharedPrefixResult(*parts, mx.array([8, 0, 0], mx.int32))
     return paged_decode(dtype, plan=plan, prefix=prefix)
 
 
 def merge_partitions(dtype):
-    """Two rows of 40 splits."""
+    """Merge 40 splits of two rows."""
     parts = seeded(1, 2, 40, DIM, seed=7), seeded(1, 2, 40, seed=8)
     return [merging.merge_partitions(*parts, dtype)]
 
 
 def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM)):
-    """Whole prompts of 1 and 22 rows and a chunk of 5 behind 40 keys, then two rows of padding."""
+    """Prompts of 1 and 22 rows, a chunk of 5 rows after 40 keys, and two rows of padding."""
     tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
     cu_seqlens_q, spec = (
         np.array([0, 1, 23, 28], np.int32),
@@ -149,7 +146,7 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
 
 
 def written_by(write, new, spec):
-    """The store and the queries behind `rope_write` or `latent_write`."""
+    """The store and the queries after `rope_write` or `latent_write`."""
     written = store(spec)
     q, _ = write(new, POSITIONS, NEW_SLOTS, written)
     mx.eval(q)  # MLX does not know that the store is written
@@ -168,13 +165,13 @@ def new_latents(dtype, bits=None, factor=1.0):
 
 
 def rope_write_rows(dtype, bits=None, factor=1.0):
-    """Rows joined, not a head for every simdgroup, the last slot of the store among the written."""
+    """Rows in one array, written also to the last slot.  SIMD groups outnumber heads."""
     new = new_rows(5, 6, dtype, seed=9, factor=factor)
     return written_by(rope_write, new, spec_of(dtype, bits))
 
 
 def rope_write_in_turns(dtype):
-    """Of as many rows as a long prompt has: a simdgroup takes several heads, one after another."""
+    """In a step of many rows, a SIMD group serves several heads, one after another."""
     with pytest.MonkeyPatch.context() as patch:
         change_device(patch, rope_many_rows=4)
         return rope_write_rows(dtype, 4)
@@ -185,37 +182,124 @@ def gathered_rows(dtype):
 
 
 ATTENTION = {
-    "gather_rows": gathered_rows,
-    "kv_write": kv_write,
-    "kv_gather": kv_gather,
-    "paged_decode": paged_decode,
-    "merge_partitions": merge_partitions,
-    "varlen_prefill": varlen_prefill_rows,
-    "latent_attention": latent_rows,
-    "latent_write": new_latents,
-    "latent_write/quantised": partial(new_latents, bits=4),
-    "latent_write/scaled": partial(new_latents, factor=FACTOR),
-    "latent_attention/splits": partial(latent_rows, splits=3),
-    "latent_attention/quantised": partial(latent_rows, dims=(128, 24), bits=4),
-    # A tile of keys has more parts than its threads take at once.
-    "varlen_prefill/wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
-    "varlen_prefill/quantised": partial(varlen_prefill_rows, bits=4),
-    "kv_write_quantised": partial(kv_write, bits=4),
-    "kv_write_quantised/wide": wide_kv_write,
-    "kv_gather_quantised": partial(kv_gather, bits=4),
-    "paged_decode/quantised": partial(paged_decode, bits=4),
-    "paged_decode/fused": fused_decode,
-    "paged_decode/scaled": partial(fused_decode, factor=FACTOR),
-    "paged_decode/fused_quantised": partial(fused_decode, bits=4),
-    "rope_write/quantised_in_turns": rope_write_in_turns,
-    "rope_write/quantised": partial(rope_write_rows, bits=4),
-    "shared_prefix": shared_prefix_rows,
-    "shared_prefix/fused": shared_prefix_of_new_rows,
-    "shared_prefix/scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
-    "shared_prefix/quantised": partial(shared_prefix_rows, dim=128, bits=8),
-    "paged_decode/prefix": decode_behind_a_prefix,
-    # The prefix in more splits than both look at side by side.
-    "paged_decode/prefix_splits": partial(decode_behind_a_prefix, splits=40, plan=(2, 2)),
-    "rope_write": rope_write_rows,
-    "rope_write/scaled": partial(rope_write_rows, factor=FACTOR),
+    "kv_write": KernelTest(
+        ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
+        {"": kv_write},
+        faults=("does not compile",),
+        serving=PLAIN,
+        not_launched_by=("qwen3", "gemma3_text/w9"),  # `rope_write` writes their rows
+        store="writes",
+    ),
+    "kv_write_quantised": KernelTest(
+        ("if (slot >= 0 && head < KV", "if (slot > 40 && head < KV"),
+        {"": partial(kv_write, bits=4), "wide": wide_kv_write},
+        use=QUANTISED,
+        serving=replace(PLAIN, kv_bits=8),
+        store="writes",
+    ),
+    "kv_gather": KernelTest(
+        ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
+        {"": kv_gather},
+        faults=("raises",),
+        serving=PLAIN,
+        store="reads",
+    ),
+    "kv_gather_quantised": KernelTest(
+        ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
+        {"": partial(kv_gather, bits=4)},
+        use=QUANTISED,
+        serving=replace(PLAIN, kv_bits=8),
+        store="reads",
+    ),
+    "paged_decode": KernelTest(
+        # The maximum is not updated.
+        ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
+        {
+            "": paged_decode,
+            "quantised": partial(paged_decode, bits=4),
+            "fused": fused_decode,
+            "scaled": partial(fused_decode, factor=FACTOR),
+            "fused_quantised": partial(fused_decode, bits=4),
+            "prefix": decode_behind_a_prefix,
+            # A prefix has more splits than the lanes read at once.
+            "prefix_splits": partial(decode_behind_a_prefix, splits=40, plan=(2, 2)),
+        },
+        serving=replace(PLAIN, wrong="!FUSED"),
+        store="writes if fused",
+    ),
+    "fused_decode": KernelTest(
+        # No split sees the newest key.
+        ("split == splits - 1", "split == splits"),
+        faults=("does not compile", "hangs"),
+        serving=ServingCase(wrong="FUSED"),
+    ),
+    "merge_partitions": KernelTest(
+        ("weights[p] *", "weights[0] *"),
+        {"": merge_partitions},
+        faults=("raises",),
+        serving=PLAIN,
+    ),
+    "latent_attention": KernelTest(
+        ("l[i] * fade + weight", "l[i] + weight"),
+        {
+            "": latent_rows,
+            "splits": partial(latent_rows, splits=3),
+            "quantised": partial(latent_rows, dims=(128, 24), bits=4),
+        },
+        faults=("is wrong", "does not compile", "is slow"),
+        use=LATENT,
+        serving=ServingCase(tiny="deepseek_v3"),
+        store="reads",
+    ),
+    "latent_write": KernelTest(
+        ("- second * sine", "+ second * sine"),
+        {
+            "": new_latents,
+            "quantised": partial(new_latents, bits=4),
+            "scaled": partial(new_latents, factor=FACTOR),
+        },
+        faults=("is wrong", "raises"),
+        use=LATENT,
+        serving=ServingCase(tiny="deepseek_v3"),
+        store="writes",
+    ),
+    "shared_prefix": KernelTest(
+        ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
+        {
+            "": shared_prefix_rows,
+            "fused": shared_prefix_of_new_rows,
+            "scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
+            "quantised": partial(shared_prefix_rows, dim=128, bits=8),
+        },
+        faults=("ends the process",),
+        store="reads",
+    ),
+    "varlen_prefill": KernelTest(
+        ("fast::exp2(", "fast::exp2(0.9f * "),
+        {
+            "": varlen_prefill_rows,
+            # A tile of keys has more parts than its threads load at once.
+            "wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
+            "quantised": partial(varlen_prefill_rows, bits=4),
+        },
+        faults=("does not compile", "is slow"),
+        store="reads",
+    ),
+    "rope_write": KernelTest(
+        # A fast sine, which does not reduce large angles.
+        ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
+        {
+            "": rope_write_rows,
+            "quantised": partial(rope_write_rows, bits=4),
+            "quantised_in_turns": rope_write_in_turns,
+            "scaled": partial(rope_write_rows, factor=FACTOR),
+        },
+        store="writes",
+    ),
+    "gather_rows": KernelTest(
+        ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
+        {"": gathered_rows},
+        faults=("ends the process",),
+        serving=PLAIN,
+    ),
 }

@@ -14,17 +14,44 @@ import pytest
 from metal.host import installed
 from vllm_metal_lite import backend, devices
 from vllm_metal_lite.checks import isolated, speed, verdicts
+from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels.registry import Verdict
 
 RIGHT = Verdict({}, "gather")  # no kernel failed
 
 
 def pretend_gpu(patch: pytest.MonkeyPatch, verdict: Verdict | None = None) -> None:
-    """A machine that seems to have a GPU.  verdict: of the checks, which then are not run."""
+    """A machine that seems to have a GPU.  verdict: replaces the checks."""
     patch.setattr(backend, "is_cpu", lambda: False)
-    patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    limit_memory(patch, 1 << 30)
     if verdict is not None:
-        patch.setattr(verdicts, "verify", lambda *_: verdict)
+        checks_find(patch, verdict)
+
+
+def pretend_backend(patch: pytest.MonkeyPatch, name: str) -> None:
+    """MLX's backend seems to be "metal", "cuda" or "cpu"."""
+    patch.setattr(backend, "name", lambda: name)
+
+
+def limit_memory(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """This device seems to have this much memory."""
+    patch.setattr(backend, "memory_limit", lambda: num_bytes)
+
+
+def checks_find(patch: pytest.MonkeyPatch, verdict: Verdict) -> None:
+    """The checks of the kernels are not run; this is their verdict."""
+    patch.setattr(verdicts, "verify", lambda *_: verdict)
+
+
+def fused_rows(
+    patch: pytest.MonkeyPatch, rows: range | None = None, expert_rows: range | None = None
+) -> None:
+    """Nothing is timed: `skinny_gemm` and the kernels of experts are used for these rows.
+
+    None: that is decided as before."""
+    for name, those in (("faster_rows", rows), ("faster_expert_rows", expert_rows)):
+        if those is not None:
+            patch.setattr(decide, name, lambda *_, those=those: those)
 
 
 @contextmanager
@@ -45,5 +72,5 @@ def change_device(patch: pytest.MonkeyPatch, **changes) -> None:
 
 
 def pad_to_powers_of_two(patch: pytest.MonkeyPatch) -> None:
-    """Steps are padded as small ones are on a GPU."""
+    """Pad all steps as a GPU pads small steps."""
     change_device(patch, row_grains=((1 << 30, 0),))

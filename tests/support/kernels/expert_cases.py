@@ -12,7 +12,7 @@ from vllm_metal_lite.kernels.experts import (
     ExpertWeight,
     most_tiles,
 )
-from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight
+from vllm_metal_lite.kernels.weight_formats import QuantisedWeight, Weight
 from vllm_metal_lite.specs import Quantisation
 
 EXPERT_KERNELS = {"expert_plan", "expert_gemm", "expert_sum"}
@@ -24,7 +24,7 @@ HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}
 def indices_of(
     rows: int, top_k: int, num_experts: int, seed: int, skew: bool = False
 ) -> np.ndarray:
-    """Different experts for each row; skew: the first ones more often."""
+    """Random, distinct experts of each row.  skew: choose the first experts more often."""
     rng = np.random.default_rng(seed)
     score = rng.random((rows, num_experts)) * (np.arange(num_experts) + 1) ** (2.0 * skew)
     return np.argsort(score, axis=1)[:, :top_k].astype(np.uint32)
@@ -73,7 +73,7 @@ def draw_experts(
         added = normal(rng, count, outputs, dtype=dtype)
         return ExpertWeight(weight, added if bias else None)
 
-    # Not every product that is tried alone has a whole MLP whose widths can be quantised.
+    # The widths of some tested products cannot be quantised as a whole MLP.
     gate, up = part(inner, hidden), part(inner, hidden)
     down = part(hidden, inner) if inner % 32 == 0 else gate
     return Experts(gate, None if activation == RELU2 else up, down, activation)
@@ -82,7 +82,7 @@ def draw_experts(
 def allowed_and_expected(
     x: mx.array, indices: np.ndarray, experts: Experts
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each pair's result may err, and the result (pairs, hidden)."""
+    """The allowed error of each pair's result, and the result (pairs, hidden)."""
     step, pairs = HALF_A_STEP[x.dtype], indices.reshape(-1)
     rows = floats(x).repeat(indices.shape[1], 0)
     nothing = np.zeros_like(rows)
@@ -104,7 +104,7 @@ def _product(
 
     weight = _values(part.weight)
     expected, size = product(weight, rows), product(np.abs(weight), np.abs(rows))
-    # Errors of the elements of a row are of no one sign: like a walk of many steps, three times.
+    # Errors have random signs, so they add up like a random walk; the factor 3 makes it a limit.
     walk = 3 * product(weight**2, errors**2) ** 0.5
     is_rounded = not isinstance(part.weight, mx.array)
     rounded_weight = 3 * step * size / len(rows[0]) ** 0.5 * is_rounded
@@ -123,13 +123,13 @@ def _activated(
     how: Activation,
     step: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The result, and what it may err: of each rounding half a step."""
+    """The result, and its allowed error: half a step for each rounding."""
     if how.kind == "clamped_swiglu":
         gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit) + 1
     active = gate / (1 + np.exp(-how.alpha * gate))
     if how.kind == "geglu":
         active = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-    # Of x sigmoid(a x) the steepest is 1.1, whatever a; of gelu 1.13.
+    # The steepest slope of x sigmoid(a x) is 1.1 for any a; that of gelu is 1.13.
     of_active = 1.13 * of_gate + 4 * step * np.abs(active)
     of_up = of_up + step * np.abs(up)
     result = active * up

@@ -1,6 +1,6 @@
 """Which launches a step takes: kernels are stubs, and the graph of its results is walked.
 
-Not what was built is counted but what is reachable: MLX never runs a value that nobody uses.  Used
+Only launches that the results depend on count: MLX never runs a value that nobody uses.  Used
 by tests of fusion and of compiled steps.
 """
 
@@ -18,11 +18,15 @@ _VIEWS = {
     "Broadcast", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose",
     "Unflatten",
 }  # fmt: skip
-# What a kernel is told to do as well.
+# Template value -> the word for the additional work in a launch's name.
 _ALSO = {
-    "NORM": "NORM", "BIAS": "BIAS", "RESIDUAL": "RESIDUAL", "GATE": "GATE", "FUSED": "FUSED",
+    "NORM": "NORM",
+    "BIAS": "BIAS",
+    "RESIDUAL": "RESIDUAL",
+    "GATE": "GATE",
+    "FUSED": "FUSED",
     "Y_NORM": "POST",
-}  # fmt: skip
+}
 
 
 def watch(monkeypatch, note: Callable[[str, Sequence[mx.array], Template], object]) -> None:

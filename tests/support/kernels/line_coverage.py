@@ -1,4 +1,4 @@
-"""A plugin of pytest: which lines of the kernels no test has run."""
+"""A plugin of pytest that names the lines of the kernels that no test has run."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Names the lines of metal/*.metal that no test has run."""
+    """Print the lines of metal/*.metal that no test has run."""
     if coverage := sys.modules.get("metal.host.coverage"):
         for line in coverage.report():
             terminalreporter.write_line(line)

@@ -4,8 +4,7 @@ import numpy as np
 
 from tests.support.kernels.arrays import TOLERANCE, from_store, in_store, rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
-from vllm_metal_lite.kernels.norm_rope import RMSNorm, Rope
+from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope
 from vllm_metal_lite.kernels.rope_write import NewRows, rope_write
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
 from vllm_metal_lite.kv.store import LayerSpec
@@ -85,7 +84,7 @@ class NewRowsCase:
         self.columns = self._join(rng) if joined else self._apart()
 
     def _join(self, rng) -> list[Columns]:
-        """Heads side by side, in any order, with a gap before each part and behind the last."""
+        """q, k and v in one array, in any order, with gaps before, between and after them."""
         pieces, starts, at = [], {}, 0
         for name in rng.permutation(["q", "k", "v"]):
             gap = int(rng.integers(0, 3)) * 4
@@ -106,7 +105,7 @@ class NewRowsCase:
         return NewRows(*self.columns, self.heads[0], self.rope, *norms)
 
     def launch(self) -> list[mx.array]:
-        """q, and the store, which nothing wrote before."""
+        """q, and the store; nothing was written before."""
         formats = self.spec.k_row, self.spec.v_row
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
@@ -124,7 +123,7 @@ class NewRowsCase:
         return [np.array(q.astype(mx.float32)), *kept]
 
     def result(self, name: str) -> mx.Dtype:
-        """The type of q or k behind its norm."""
+        """The type of q or k after its norm."""
         weight = self.norms[name].weight if name in self.norms else None
         return self.dtype if weight is None else mx.result_type(weight, self.columns[0].array)
 

@@ -1,7 +1,4 @@
-"""A small launch of every kernel of norms, products and experts, which uses all of its parts.
-
-A part of `runs`.
-"""
+"""A small launch of every kernel of norms, products and experts, which uses all of its parts."""
 
 from functools import partial, wraps
 
@@ -9,21 +6,23 @@ import numpy as np
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.expert_cases import draw_experts, plan_of
+from tests.support.kernels.row import EXPERTS, PRODUCTS, KernelTest, ServingCase
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import experts
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.arguments import RMSNorm
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
 from vllm_metal_lite.kernels.experts import Activation, ExpertWeight
-from vllm_metal_lite.kernels.norm_rope import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
-from vllm_metal_lite.kernels.weights import quantised as quantised_weight
-from vllm_metal_lite.kernels.weights import shape_of, spread_of
+from vllm_metal_lite.kernels.weight_formats import quantised as quantised_weight
+from vllm_metal_lite.kernels.weight_formats import shape_of, spread_of
 from vllm_metal_lite.specs import Quantisation
 
 
 def in_16_bits(run):
-    """For kernels without float32: bfloat16 instead of it, and results in float32."""
+    """A run of a kernel that does not take float32: bfloat16 replaces it, and results are
+    float32."""
 
     @wraps(run)
     def call(dtype, **how):
@@ -34,7 +33,7 @@ def in_16_bits(run):
 
 
 def add_rms_norm_rows(dtype, post_norm=False):
-    """Rows of more than one simdgroup, the last has idle threads."""
+    """A row takes several SIMD groups; the last has idle threads."""
     x, y = (seeded(3, 200, seed=seed, dtype=dtype) for seed in (11, 30))
     weight = seeded(200, seed=11, dtype=dtype)
     norm = RMSNorm(weight, 1e-3) if post_norm else None
@@ -79,7 +78,7 @@ def skinny_gemm_of_words(dtype, how, depth=928, columns=16):
 
 @in_16_bits
 def skinny_gemm_in_lanes(dtype):
-    """Three rows of unlike size, with all and with nothing but the product."""
+    """Three rows of unlike size: the product with all fused operations, and alone."""
     how = Quantisation(4, 32)
     weight = quantised_weight((seeded(42, 928, seed=14) / 30).astype(dtype), how)
     x = (seeded(3, 928, seed=15) * mx.array([[1.0], [2], [5]])).astype(dtype)
@@ -93,14 +92,14 @@ def skinny_gemm_in_lanes(dtype):
 
 
 GPT_OSS = Activation("clamped_swiglu", 1.702, 7.0)
-# Of 3 experts: one of more pairs than a tile, one of padding's only.
+# The choices among 3 experts: one has more pairs than a tile, one has only pairs of padding.
 CHOSEN = np.array([[0, 2]] * 3 + [[2, 0]] * 2 + [[2, 2]] * 6 + [[1, 0]] * 5)
 LIVE = 11
 RENORMALIZED = Routing("softmax", True, "renormalized")
 
 
 def expert_topk(dtype, routing, *, bias=None, shift=0.0):
-    """Rows that fill a threadgroup and more, experts that fill a slot and more, equal scores."""
+    """More rows than a threadgroup serves, more experts than lanes, and equal scores."""
     logits = (mx.round(seeded(6, 40, seed=24) * 4) / 4 + shift).astype(dtype)
     of_float32 = {"dtype": mx.float32, "bias": bias} if bias is not None else {}
     indices, weights = expert_topk_of(logits, 5, routing, **of_float32)
@@ -108,7 +107,7 @@ def expert_topk(dtype, routing, *, bias=None, shift=0.0):
 
 
 def expert_topk_of_negatives(dtype):
-    """And of both zeros, which are equal."""
+    """Negative logits; and both zeros, which are equal."""
     routing, zeros = (
         Routing("logits", True, "softmax"),
         mx.where(seeded(6, 40, seed=25) < 0, -0.0, 0),
@@ -118,21 +117,21 @@ def expert_topk_of_negatives(dtype):
 
 
 def expert_topk_with_a_bias(dtype):
-    """NaN chooses, too."""
+    """A score of NaN is chosen, too."""
     bias = np.where(np.arange(40) % 9 == 3, 0.4, np.where(np.arange(40) == 7, np.nan, 0))
     routing = Routing("sigmoid", False, "renormalized", 0.5, 2.5)
     return expert_topk(dtype, routing, bias=mx.array(bias.astype(np.float32)))
 
 
 def expert_plan(dtype):
-    """Of more pairs than threadgroup memory holds at once."""
+    """More pairs than threadgroup memory holds at once."""
     chosen = np.tile(CHOSEN, (35, 1))
     plan = experts.plan_experts(mx.array(chosen), 3, mx.array([len(chosen) - 5], mx.int32))
     return [plan.array]
 
 
 def expert_plan_of_few(dtype):
-    """Of fewer than 8 pairs: MLX passes their indices in another address space."""
+    """Fewer than 8 pairs: MLX passes their indices in another address space."""
     return [experts.plan_experts(mx.array(CHOSEN[1:4]), 3).array]
 
 
@@ -151,7 +150,7 @@ def expert_gemm(dtype, how=None, activation=GPT_OSS):
 
 @in_16_bits
 def expert_gemm_in_lanes(dtype):
-    """Four rows of unlike size; experts have three, one and none."""
+    """Four rows of unlike size; the experts have three, one and no rows."""
     chosen, how = np.array([[2], [0], [2], [2]]), Quantisation(4, 32)
     made = draw_experts(3, 928, 36, dtype, how, GPT_OSS, bias=True)
     x = (seeded(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
@@ -163,7 +162,7 @@ def expert_gemm_in_lanes(dtype):
 
 @in_16_bits
 def expert_gemm_down(dtype):
-    """Without a gate: 16 columns of one weight."""
+    """The product of one weight, without a gate: a threadgroup has 16 columns."""
     x = seeded(CHOSEN.size, 96, seed=20).astype(dtype)
     weight = ExpertWeight(seeded(3, 40, 96, seed=21).astype(dtype))
     pairs, tiles = mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE)
@@ -175,27 +174,60 @@ def expert_sum(dtype):
     return [experts.expert_sum(seeded(15, 260, seed=22, dtype=dtype), weights)]
 
 
-PRODUCTS = {
-    "expert_topk": partial(expert_topk, routing=RENORMALIZED),
-    "expert_topk/bias": expert_topk_with_a_bias,
-    "expert_topk/logits": expert_topk_of_negatives,
-    "expert_topk/large": partial(expert_topk, routing=RENORMALIZED, shift=300.0),
-    "expert_plan": expert_plan,
-    "expert_plan/few": expert_plan_of_few,
-    "expert_gemm": expert_gemm,
-    "expert_gemm/mxfp4": partial(expert_gemm, how=Quantisation(4, 32, "mxfp4")),
-    "expert_gemm/gelu": partial(expert_gemm, activation=Activation("geglu")),
-    "expert_gemm/relu2": partial(expert_gemm, activation=Activation("relu2")),
-    "expert_gemm/down": expert_gemm_down,
-    "expert_gemm/lanes": expert_gemm_in_lanes,
-    "expert_sum": expert_sum,
-    "add_rms_norm": add_rms_norm_rows,
-    "add_rms_norm/post": partial(add_rms_norm_rows, post_norm=True),
-    "skinny_gemm": skinny_gemm_rows,
-    "skinny_gemm/all": skinny_gemm_with_all,
-    "skinny_gemm/affine": partial(skinny_gemm_of_words, how=Quantisation(4, 32), columns=32),
-    "skinny_gemm/lanes": skinny_gemm_in_lanes,
-    "skinny_gemm/6": partial(skinny_gemm_of_words, how=Quantisation(6, 64), depth=960),
-    "skinny_gemm/mxfp8": partial(skinny_gemm_of_words, how=Quantisation(8, 32, "mxfp8")),
-    "skinny_gemm/nvfp4": partial(skinny_gemm_of_words, how=Quantisation(4, 16, "nvfp4")),
+_EXPERT_TOPK = partial(expert_topk, routing=RENORMALIZED)
+_OF_EXPERTS = {"use": EXPERTS, "serving": ServingCase(dtype="float16", tiny="qwen3_moe")}
+PRODUCT_KERNELS = {
+    "add_rms_norm": KernelTest(
+        # The mean counts idle lanes.
+        ("square / float(DIM)", "square / float(SIMDGROUPS * 32)"),
+        {"": add_rms_norm_rows, "post": partial(add_rms_norm_rows, post_norm=True)},
+        faults=("is slow",),
+    ),
+    "skinny_gemm": KernelTest(
+        # The sum lacks the last SIMD group.
+        ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+        {
+            "": skinny_gemm_rows,
+            "all": skinny_gemm_with_all,
+            "affine": partial(skinny_gemm_of_words, how=Quantisation(4, 32), columns=32),
+            "lanes": skinny_gemm_in_lanes,
+            "6": partial(skinny_gemm_of_words, how=Quantisation(6, 64), depth=960),
+            "mxfp8": partial(skinny_gemm_of_words, how=Quantisation(8, 32, "mxfp8")),
+            "nvfp4": partial(skinny_gemm_of_words, how=Quantisation(4, 16, "nvfp4")),
+        },
+        faults=("hangs", "is wrong"),
+        use=PRODUCTS,
+        serving=ServingCase(dtype="bfloat16"),
+    ),
+    "expert_topk": KernelTest(
+        # An expert is chosen twice.
+        ("keys[s] = 0u;\n    }\n  }", "}\n  }"),
+        {
+            "": _EXPERT_TOPK,
+            "bias": expert_topk_with_a_bias,
+            "logits": expert_topk_of_negatives,
+            "large": partial(_EXPERT_TOPK, shift=300.0),
+        },
+        **_OF_EXPERTS,
+    ),
+    "expert_plan": KernelTest(
+        # The pairs of an expert are not in order.
+        ("plan[to] = part + i", "plan[to] = (part + i) ^ 1"),
+        {"": expert_plan, "few": expert_plan_of_few},
+        **_OF_EXPERTS,
+    ),
+    "expert_gemm": KernelTest(
+        ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+        {
+            "": expert_gemm,
+            "mxfp4": partial(expert_gemm, how=Quantisation(4, 32, "mxfp4")),
+            "gelu": partial(expert_gemm, activation=Activation("geglu")),
+            "relu2": partial(expert_gemm, activation=Activation("relu2")),
+            "down": expert_gemm_down,
+            "lanes": expert_gemm_in_lanes,
+        },
+        faults=("is wrong", "does not compile"),
+        **_OF_EXPERTS,
+    ),
+    "expert_sum": KernelTest(("c < TOP_K", "c < TOP_K - 1"), {"": expert_sum}, **_OF_EXPERTS),
 }

@@ -4,6 +4,7 @@ No kernel runs, so real sizes cost little.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from metal.host.texts import KernelText, recorded
@@ -25,7 +26,7 @@ from vllm_metal_lite.specs import (
 )
 
 BF16, HALF, F32 = mx.bfloat16, mx.float16, mx.float32
-# Query heads, K/V heads, size of a head: groups and sizes that COMMON lacks.
+# (query heads, KV heads, head size) that COMMON lacks.
 QWEN3, PHI, GEMMA3 = (16, 8, 128), (32, 32, 80), (8, 4, 256)
 OTHERS = (28, 4, 128), (16, 16, 128), (14, 2, 64), (64, 8, 128)
 LATENTS = (20, 512, 64), (64, 512, 64), (40, 256, 32)  # heads, latents, rotary part
@@ -39,7 +40,7 @@ def attention(
     window: int | None = None,
     shares: bool = False,
 ) -> KernelUse:
-    """Attention with norms of heads."""
+    """The use of a model with norms of heads."""
     *counts, dim = heads
     shape = AttentionShape(*counts, dim, dim, dtype, window, kv_bits=bits)
     return KernelUse((shape,), 16, (RopeShape(dim, base=1e6, eps=1e-6),), shares_prefix=shares)
@@ -95,16 +96,22 @@ def _recurrent(dtype: mx.Dtype) -> KernelUse:
 def products(
     rows: int, outputs: int, depth: int, dtype: mx.Dtype, how: Quantisation | None = None
 ) -> list[Check]:
-    """With a norm, SwiGLU and a residual sum; with a bias and GeGLU."""
+    """A product with a norm, SwiGLU and a residual sum; and one with a bias and GeGLU."""
     weight = WeightShape(outputs, depth, how)
     shapes = [ProductShape(rows, weight, dtype, biased) for biased in (False, True)]
     return [Check("skinny_gemm", shape) for shape in shapes]
 
 
 def experts(*shape: Any, dtype: mx.Dtype = BF16) -> list[Check]:
-    """shape: as in ExpertShape."""
-    kernels = "expert_topk", "expert_plan", "expert_gemm", "expert_sum"
-    return [Check(kernel, MixtureShape(ExpertShape(*shape), dtype)) for kernel in kernels]
+    """The kernels of a mixture of experts.  shape: as in ExpertShape."""
+    use = replace(attention(QWEN3, dtype), experts=(ExpertShape(*shape),))
+    return [check for check in checks_for(use) if isinstance(check.shape, MixtureShape)]
+
+
+def norms(size: int, dtype: mx.Dtype) -> list[Check]:
+    """The kernels of rows with a hidden size."""
+    use = replace(attention(QWEN3, dtype), hidden_sizes=(size,))
+    return [check for check in checks_for(use) if isinstance(check.shape, NormShape)]
 
 
 def _checks() -> Iterator[Check]:
@@ -112,7 +119,7 @@ def _checks() -> Iterator[Check]:
         yield from checks_for(use)
     for size in (1024, 2560, 5120, 4099):
         for dtype in (BF16, F32):
-            yield Check("add_rms_norm", NormShape(size, dtype))
+            yield from norms(size, dtype)
     for rows in (1, 8, 20, 64):
         yield from products(rows, 4096, 1024, BF16)
     for bits in (4, 6, 8):

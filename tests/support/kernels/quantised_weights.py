@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.support.kernels.arrays import floats
-from vllm_metal_lite.kernels.weights import QuantisedWeight
+from vllm_metal_lite.kernels.weight_formats import QuantisedWeight
 
 
 def dequantised(weight: QuantisedWeight) -> np.ndarray:
@@ -18,13 +18,13 @@ def dequantised(weight: QuantisedWeight) -> np.ndarray:
 
 
 def _codes(words: np.ndarray, bits: int) -> np.ndarray:
-    """A row is a run of bits, its first code in the lowest ones."""
+    """The codes of a row, which is a run of bits; the first code has the lowest bits."""
     run = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     return run.reshape(len(words), -1, bits) @ (1 << np.arange(bits))
 
 
 def _small_floats(codes: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
-    """e2m1 or e4m3: sign, exponent, mantissa, with subnormals and without infinities."""
+    """The numbers of e2m1 or e4m3: sign, exponent and mantissa, with subnormals, no infinities."""
     mantissa = codes % (1 << mantissa_bits)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
     sign = 1 - 2 * (codes >> exponent_bits + mantissa_bits)

@@ -10,7 +10,7 @@ import numpy as np
 from tests.support.kernels.arrays import rounded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT as EMPTY
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.recurrence import Gates
 from vllm_metal_lite.recurrence.kernels import pack_segments
 
@@ -62,14 +62,14 @@ class Segments:
 
     @classmethod
     def drawn(cls, parts: list[tuple[int, bool, bool]], padding: int, seed: int) -> "Segments":
-        """Of (length, fresh, moved) each, with a checkpoint in the middle."""
+        """Segments from (length, fresh, moved) each, with a checkpoint in the middle."""
         lengths, *marks = zip(*parts, strict=True)
         fresh, moved = ({s for s, is_so in enumerate(of) if is_so} for of in marks)
         half = [(s, n // 2) for s, n in enumerate(lengths)]
         return cls([*lengths], fresh, padding, half, moved, seed)
 
     def states(self, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
-        """States by slot, NaN where no segment starts."""
+        """The states of all slots; NaN in slots where no segment starts."""
         states = np.full((self.slots, *shape), np.nan, np.float32)
         for slot in self.initial[self.initial >= 0]:
             rng = np.random.default_rng((self.seed, slot))
@@ -121,7 +121,7 @@ def conv_by_definition(
     bias: np.ndarray | None,
     silu: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The convolution of rows (N, C) by weight (C, K), and the rows carried on."""
+    """The convolution of rows (N, C) by weight (C, K), and the rows that are carried on."""
     size = weight.shape[1]
 
     def advance(begin, end, before):
@@ -145,7 +145,8 @@ def recurrence_by_definition(
     beta: np.ndarray,
     delta: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gated delta rule, or without `delta` the state space update, and the states."""
+    """The results and states of the gated delta rule; without `delta`, of the state space
+    update."""
     repeats = v.shape[1] // k.shape[1]
     q, k = (np.repeat(a.astype(np.float64), repeats, axis=1) for a in (q, k))
     gates = gates[:, :, None, None] if gates.ndim == 2 else gates[:, :, None]

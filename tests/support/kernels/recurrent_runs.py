@@ -1,15 +1,13 @@
-"""A small launch of every kernel of recurrent layers, which uses all of its parts.
-
-A part of `runs`.
-"""
+"""A small launch of every kernel of recurrent layers, which uses all of its parts."""
 
 from functools import partial
 
 from tests.support.kernels.arrays import seeded
 from tests.support.kernels.recurrent_cases import RAGGED, Segments, given
+from tests.support.kernels.row import RECURRENT, KernelTest, ServingCase
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.columns import Columns
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.recurrence import QKNorm, delta_gates, time_gates
@@ -17,7 +15,8 @@ from vllm_metal_lite.kernels.store import new_ticket
 
 
 def causal_conv_rows(dtype):
-    """Segments of every kind, channels for two threadgroups; NaN in slots where none starts."""
+    """Segments of every kind, and channels for two threadgroups.  Slots where no segment starts are
+    NaN."""
     step = Segments(**RAGGED)
     x, weight, bias = (
         seeded(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
@@ -58,18 +57,39 @@ def recurrent_rows(dtype, form):
 
 
 def gated_norm_rows(dtype, groups=5, dim=72):
-    """More groups than a threadgroup has, and columns past the end of the gate."""
+    """More groups than a threadgroup serves, so the last threadgroup is not full."""
     x, z = (seeded(3, groups * dim, seed=n, dtype=dtype) for n in (27, 28))
     weight = seeded(groups * dim, seed=29, dtype=dtype)
     return [gated_rms_norm(x, Columns(z, 0), weight, 1e-5, dim=dim)]
 
 
-RECURRENT = {
-    "causal_conv": causal_conv_rows,
-    "gated_delta": partial(recurrent_rows, form="columns"),
-    "gated_delta/ssm": partial(recurrent_rows, form="ssm"),
-    "gated_delta/fused": partial(recurrent_rows, form="logits"),
-    "gated_delta/fused_ssm": partial(recurrent_rows, form="ssm of logits"),
-    "gated_rms_norm": gated_norm_rows,
-    "gated_rms_norm/long": partial(gated_norm_rows, groups=1, dim=900),
+_RECURRENT = {"use": RECURRENT, "serving": ServingCase(tiny="qwen3_next")}
+RECURRENT_KERNELS = {
+    "causal_conv": KernelTest(
+        # The first row of a segment is not read.
+        ("from + j >= begin ?", "from + j > begin ?"),
+        {"": causal_conv_rows},
+        faults=("is wrong", "does not compile"),
+        store="writes",
+        **_RECURRENT,
+    ),
+    "gated_delta": KernelTest(
+        # A row does not see itself.
+        ("y + delta * both", "y"),
+        {
+            "": partial(recurrent_rows, form="columns"),
+            "ssm": partial(recurrent_rows, form="ssm"),
+            "fused": partial(recurrent_rows, form="logits"),
+            "fused_ssm": partial(recurrent_rows, form="ssm of logits"),
+        },
+        faults=("is wrong", "raises"),
+        store="writes",
+        **_RECURRENT,
+    ),
+    "gated_rms_norm": KernelTest(
+        # The gate is that of another group.
+        ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
+        {"": gated_norm_rows, "long": partial(gated_norm_rows, groups=1, dim=900)},
+        **_RECURRENT,
+    ),
 }

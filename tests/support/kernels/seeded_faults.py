@@ -1,4 +1,4 @@
-"""Faults to be seeded into kernels, from text files written as seeded_faults.txt says."""
+"""Faults to seed into kernels, read from text files; seeded_faults.txt explains the format."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
 class Fault(NamedTuple):
-    """number: of the occurrences of the text, the first is 0.  kinds: what may be reported."""
+    """number: which occurrence of the text to replace, from 0.  kinds: the reports that count."""
 
     kernel: str
     text: str
@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
 
 def read_faults(file: Path) -> dict[str, Fault]:
-    """Faults by name, of a text file or of the one beside a module."""
+    """Name -> fault, from a text file, or from the one beside a module."""
     faults = {}
     for line in file.with_suffix(".txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):

@@ -29,9 +29,12 @@ from vllm_metal_lite.scheduler.kv_groups import kv_groups
 from vllm_metal_lite.specs import AttentionShape
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 _COMMON = {"num_hidden_layers": 2, "vocab_size": 4096, "max_position_embeddings": 1 << 17}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": config_of(
@@ -48,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=64, rope_theta=5e5, rope_scaling=_LLAMA3_ROPE,
     ),
 }  # fmt: skip
-# How prompts attend, and up to how many rows products are by skinny_gemm.
+# Name -> the path of prompts, and the largest number of rows that use skinny_gemm.
 PATHS = {"gather": ("gather", 0), "varlen": ("varlen", 0), "gather, skinny_gemm": ("gather", 64)}
 BLOCK_SIZE, MAX_LEN = 16, 32_768
 
@@ -63,7 +66,7 @@ class Request(NamedTuple):
 
 
 def steps() -> Iterator[list[Request]]:
-    """What a server meets, again and again."""
+    """The steps of a server, several times."""
     for prompt in (3, 5, 20, 100, 300, 2048):
         yield [Request(0, prompt)]
     yield [Request(0, 7), Request(0, 40)]
@@ -96,7 +99,7 @@ def _batch(requests: list[Request], groups: int) -> ForwardBatch:
 
 
 def count(texts: Sequence[KernelText]) -> Counter[str]:
-    """Texts of each kernel."""
+    """The number of texts of each kernel."""
     return Counter(text.kernel.removeprefix("metal_lite_") for text in texts)
 
 

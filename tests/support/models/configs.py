@@ -12,6 +12,8 @@ VOCAB = 101
 WINDOW, NARROW = 17, 9
 
 # Names of one thing in many modules: a module takes the keys it knows and leaves the others.
+# Tables, several entries a line.
+# fmt: off
 _BASE = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -19,7 +21,7 @@ _BASE = {
     "attention_bias": False, "mlp_bias": False, "use_bias": False, "use_qk_norm": True,
     "rms_norm_eps": 1e-5, "norm_eps": 1e-5, "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5,
     "layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.5,
-}  # fmt: skip
+}
 _MOE = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "num_shared_experts": 1, "n_shared_experts": 1,
@@ -27,11 +29,11 @@ _MOE = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
-}  # fmt: skip
+}
 _MLA = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 12,
-}  # fmt: skip
+}
 _INDEXER = {"index_head_dim": 24, "index_n_heads": 2, "index_topk": 16}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 _MIXED = {"sliding_window": WINDOW, "layer_types": _LAYERS}
@@ -40,46 +42,46 @@ _ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 _ROPES = {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}}
 _YARN = {"rope_scaling": {
     "type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}}  # fmt: skip
+    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}}
 _GRANITE = {"logits_scaling": 2.0, "attention_multiplier": 0.2, "embedding_multiplier": 1.5,
-            "residual_multiplier": 0.8}  # fmt: skip
+            "residual_multiplier": 0.8}
 _LLAMA4_SCALING = {"rope_parameters": {
-    **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}}  # fmt: skip
+    **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}}
 _LONGCAT = {
     **_MLA, "ffn_hidden_size": 96, "moe_topk": 2, "expert_ffn_hidden_size": 48,
     "n_routed_experts": 4, "zero_expert_num": 2, "num_layers": 2, "routed_scaling_factor": 1.5,
     "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
-}  # fmt: skip
+}
 _GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 512, "n_ctx": 512,
-        "rotary_dim": 8}  # fmt: skip
+        "rotary_dim": 8}
 _DELTA = {  # Gated DeltaNet
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4,
     "full_attention_interval": 2,
-}  # fmt: skip
+}
 _MAMBA = {
     "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_ssm": 128, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "ssm_state_size": 16, "state_size": 16, "conv_kernel": 4, "n_groups": 2,
     "mamba_proj_bias": False, "mamba_conv_bias": True, "use_conv_bias": True,
     "time_step_rank": 8, "num_heads": 8, "time_step_limit": [0.001, 10.0],
-}  # fmt: skip
+}
 _KDA = {"linear_attn_config": {
     "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 16,
     "short_conv_kernel_size": 4}, "num_hidden_layers": 4,
-    "num_experts_per_token": 2, "mla_use_nope": True}  # fmt: skip
+    "num_experts_per_token": 2, "mla_use_nope": True}
 _SINKS = {  # values narrower than keys, sinks in window layers
     **_MOE, "hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1],
     "sliding_window_size": WINDOW, "add_swa_attention_sink_bias": True,
     "add_full_attention_sink_bias": False, "routed_scaling_factor": None, "swa_rope_theta": 8000,
     "head_dim": 32, "v_head_dim": 16, "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2, "swa_head_dim": 32, "swa_v_head_dim": 16,
-}  # fmt: skip
+}
 _GEMMA4 = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
-}  # fmt: skip
+}
 _GEAR = {
     "num_hidden_layers": 4,
     "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
@@ -89,15 +91,16 @@ _GEAR = {
 _LFM2 = {"conv_bias": True, "conv_L_cache": 3, "block_dim": 64, "block_multiple_of": 16,
          "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
          "block_ff_dim": 96, "full_attn_idxs": [1, 3], "num_hidden_layers": 4,
-         "tie_word_embeddings": True}  # fmt: skip
+         "tie_word_embeddings": True}
 _MINIMAX = {
     **_MOE, "moe_layer_freq": [0, 1, 1], "dense_intermediate_size": 96,
     "shared_intermediate_size": 48,
-}  # fmt: skip
+}
 _SPARSE = {
     **_MINIMAX, "index_n_heads": 2, "index_head_dim": 16, "index_topk_blocks": 2,
     "layer_types": ["full_attention", "sparse", "sparse"],
-}  # fmt: skip
+}
+# fmt: on
 
 
 def _q(bits: int, mode: str = "affine", group_size: int = 32, **layers: Any) -> dict[str, Any]:
@@ -110,6 +113,7 @@ def _text(**changes: Any) -> dict[str, Any]:
     return {"text_config": {**_BASE, "model_type": "text", **changes}}
 
 
+# fmt: off
 CONFIGS: dict[str, dict[str, Any]] = {
     # Plain attention, one K and V a layer.
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -340,12 +344,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _text(model_type="qwen3_moe", **_MOE),
     # 1.58-bit weights.
     "bitnet": {},
-}  # fmt: skip
+}
 
 _WINDOW_KEYS = {
     "sliding_window", "sliding_window_size", "window_size", "loop_window_size",
     "attention_window_size", "attention_chunk_size",
-}  # fmt: skip
+}
+# fmt: on
 
 
 def _narrow(config: dict[str, Any]) -> dict[str, Any]:
@@ -363,10 +368,12 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 
 
 # Files of mlx_lm/models that are no models.
+# fmt: off
 HELPERS = {
     "activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline",
     "rope_utils", "ssm", "switch_layers",
-}  # fmt: skip
+}
+# fmt: on
 
 # What mlx-lm by itself cannot run here; on a machine where it can, it must conform.
 CANNOT_RUN = {

@@ -5,6 +5,7 @@ MLX's CPU backend rounds each row by itself, so chunks there give the very bits 
 
 import mlx.nn as nn
 import numpy as np
+import pytest
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -42,6 +43,11 @@ def of_16_bits(gather_mm):
     return call
 
 
+def gather_in_16_bits(patch: pytest.MonkeyPatch) -> None:
+    """`mx.gather_mm` multiplies other types than float32, too."""
+    patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+
+
 def quantised_of_16_bits(x, w, scales, biases=None, transpose=True, **how):
     """`mx.quantized_matmul`, which on a CPU errs by some percent for 16 bits, in float32."""
     assert transpose
@@ -52,6 +58,6 @@ def quantised_of_16_bits(x, w, scales, biases=None, transpose=True, **how):
 
 
 def medians(rows: list[Row]) -> list[float]:
-    """Of the errors of each kind of row in a trial."""
+    """The median error of each kind of row in a trial."""
     kinds = {row.kind for row in rows}
     return [float(np.median([r.error for r in rows if r.kind == kind])) for kind in kinds]

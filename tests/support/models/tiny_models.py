@@ -108,7 +108,7 @@ def native(name: str) -> nn.Module:
 def load(
     name: str, dtype: mx.Dtype | None = None, *, how: dict | None = None, **changes
 ) -> LoadedModel:
-    """A model of its own.  how: options of `from_model`.  changes: of the config."""
+    """Make a separate model.  how: options of `from_model`.  changes: new values of the config."""
     config = config_of(name, **changes)
     model = build(config)
     if dtype is not None:
@@ -117,7 +117,7 @@ def load(
 
 
 def packed(name: str, dtype: mx.Dtype | None = None) -> LoadedModel:
-    """The same weights, or those of another dtype, wrapped for packed steps; no tokenizer."""
+    """The weights of `native`, perhaps in another dtype, wrapped for packed steps; no tokenizer."""
     return _packed(name, dtype, backend.is_cpu())  # as loaded for such a device
 
 
@@ -197,7 +197,7 @@ def run(engine: LLMEngine, *may_fail: type[BaseException], max_steps: int = 2000
 
 
 def counts(engine: LLMEngine) -> dict[str, int]:
-    """The metrics but for MLX's memory, which changes while the device finishes a step."""
+    """The metrics without MLX's memory, which changes while the device finishes a step."""
     return {k: v for k, v in engine.metrics().items() if not k.startswith("memory_")}
 
 
@@ -206,7 +206,7 @@ def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
 
 
 def ask(engine: LLMEngine, prompt: Any, params: SamplingParams, **how: Any) -> Any:
-    """The output of one more request, when nothing is left."""
+    """Add a request and step until nothing is left; returns its output."""
     engine.add_request("asked", prompt, params, **how)
     return run(engine)["asked"]
 
@@ -217,7 +217,7 @@ Params = SamplingParams | int | Sequence[SamplingParams]
 def submit(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Params, **how: Any) -> None:
     """Add requests named "0", "1", ...
 
-    params: of all, or of each; as a number, the number of greedy tokens.
+    params: one for all requests, or one for each; a number asks for this number of greedy tokens.
     """
     if isinstance(params, int):
         params = greedy(params, ignore_eos=True)
@@ -292,6 +292,6 @@ def write_folder(path: Path, name: str = "llama", **changes: Any) -> Path:
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Change keys of a file of JSON; ...: the key goes."""
+    """Change keys of a JSON file; the value ... deletes a key."""
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))

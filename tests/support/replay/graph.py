@@ -11,6 +11,8 @@ from functools import cached_property
 from random import Random
 from typing import Any, NamedTuple
 
+from tests.support.kernels.table import TABLE
+
 _BFS_MAX_WIDTH = 20
 OURS = "metal_lite_"
 # Stand-ins for MLX's fused functions, which a CPU's graph would spell out.
@@ -71,13 +73,10 @@ class Node:
 
 
 # Kernels that write the store or a state store.  Only `paged_decode` has uses with and without.
-WRITERS = {
-    "kv_write", "kv_write_quantised", "latent_write", "rope_write", "causal_conv", "gated_delta",
-}  # fmt: skip
-WRITES_IF_FUSED = {"paged_decode"}
-READERS = {
-    "kv_gather", "kv_gather_quantised", "latent_attention", "shared_prefix", "varlen_prefill",
-}  # fmt: skip
+WRITERS, WRITES_IF_FUSED, READERS = (
+    {kernel for kernel, row in TABLE.items() if row.store == how}
+    for how in ("writes", "writes if fused", "reads")
+)
 
 
 def touched(node: Node) -> tuple[set[str], set[str]]:
@@ -87,7 +86,9 @@ def touched(node: Node) -> tuple[set[str], set[str]]:
         return set(), set()
     names = {"keys", "values", "states"} & node.parameters.keys()
     store = {node.parameters[name] for name in names}
-    assert kernel in WRITERS | WRITES_IF_FUSED | READERS, f"{kernel} is not in the lists above"
+    assert kernel in WRITERS | WRITES_IF_FUSED | READERS, (
+        f"{kernel} has no `store` in tests/support/kernels/*_runs.py"
+    )
     late = kernel in WRITES_IF_FUSED and node.template["FUSED"] not in ("0", "false")
     return store, store if kernel in WRITERS or late else set()
 

@@ -40,7 +40,7 @@ def use_kernels(
     store, shapes = made.runner.attention.store, made.model.attention_shapes
     attention = KernelAttention(store, prefill, shapes)
     path = StepPath(attention, fusion=fusion or fuse(made.model.packed.model, joins=True))
-    made.pipeline.runner = ModelRunner(made.model.packed, path, made.runner.sampler)
+    made.in_flight.pipeline.runner = ModelRunner(made.model.packed, path, made.runner.sampler)
     return made
 
 

@@ -15,8 +15,8 @@ ASKED = {"role": "user", "content": "Go on."}
 CMD = 'echo "</tool_call>" \u00e9'
 SAID = f"Let me see.\n{hermes_call('run', cmd=CMD)}\n{hermes_call('wait', seconds=3)}"
 ANSWER = f"<think>\nI look.\n</think>\n\n{SAID}"
-PARTS = [("thoughts", "I look."), ("text", "Let me see."), ("call", "run", {"cmd": CMD}),
-         ("call", "wait", {"seconds": 3})]  # fmt: skip
+PARTS = [("thoughts", "I look."), ("text", "Let me see.")]
+PARTS += [("call", "run", {"cmd": CMD}), ("call", "wait", {"seconds": 3})]
 
 
 @dataclass
@@ -47,7 +47,11 @@ def schema_of(properties: dict) -> dict:
 
 
 class Api:
-    """sync, asynchronous: clients.  prefix: of their URL.  final: of a stream, its whole answer."""
+    """An API and its clients.
+
+    sync, asynchronous: the official clients.  prefix: the end of their base URL.
+    final: the name of a stream's method that gives the whole answer.
+    """
 
     sync, asynchronous, prefix, final = openai.OpenAI, openai.AsyncOpenAI, "/v1", ""
 
@@ -56,7 +60,7 @@ class Api:
         self.client = self.sync(**self._options)
 
     def create(self, **fields) -> Any:
-        """The client's own reply.  fields: of the request, beside the usual ones."""
+        """The client's own reply.  fields: more fields of the request."""
         return self.of(self.client).create(**{**self.request(), **fields})
 
     def whole(self, **how) -> Reply:

@@ -15,7 +15,7 @@ _FACTS = ("The key is under the red mat.", "Anna walks to the old mill.", "It ra
 
 @dataclass(frozen=True)
 class Question:
-    """max_tokens: all are generated, since end tokens are ignored."""
+    """A question.  max_tokens: the exact length of its answer, because end tokens are ignored."""
 
     text: str
     max_tokens: int
@@ -43,7 +43,11 @@ def questions(count: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Visit:
-    """One request.  question: its number; None: nonsense.  leaves_after: seconds, if it does."""
+    """One request.
+
+    question: the number of its question; None for nonsense.
+    leaves_after: the seconds after which its client leaves; None if the client stays.
+    """
 
     path: str
     body: bytes
@@ -61,8 +65,8 @@ class Reply:
 class Crowd:
     """Draws visits and judges the replies.
 
-    asked, answers: questions and the right greedy answers.  token_ids: their prompts.
-    faults: what was wrong.
+    asked: the questions.  answers: the right greedy answer of each.  token_ids: the prompt of each.
+    faults: a line for each wrong reply.
     """
 
     url: str

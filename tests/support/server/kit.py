@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.lifecycle import Stopping, listen, serve
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.served_model import ModelSpec
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
 
 # Of official clients.  Every reply is checked against the client's own schema; an error is shown,
@@ -28,10 +28,10 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def text_model(tokenizer: Any, name: str = "demo") -> TextModel:
+def model_text(tokenizer: Any, name: str = "demo") -> ModelText:
     """A model that has a tokenizer alone."""
     facts = {"uses_checkpoints": False, "max_model_len": 1 << 16}
-    return TextModel(SimpleNamespace(name=name, **facts), tokenizer)
+    return ModelText(SimpleNamespace(name=name, **facts), tokenizer)
 
 
 async def start_engine(name: str = "demo", config: EngineConfig = SMALL) -> EngineClient:
@@ -50,6 +50,11 @@ class Running:
     url: str
     server: Server
     loop: asyncio.AbstractEventLoop
+
+    @property
+    def model(self) -> ModelText:
+        """The text side of the first model, which is loaded."""
+        return next(iter(self.server.models.loaded.values())).model
 
 
 @contextmanager

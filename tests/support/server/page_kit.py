@@ -50,7 +50,8 @@ def chromium() -> Iterator[Browser]:
 class PageView:
     """A page that is open.  complaints: errors in the console, and requests to other origins.
 
-    text: of all answers.  problem: of an answer.  titles: of conversations.
+    text: the texts of all answers.  problem: the error below an answer.
+    titles: the titles of all conversations.
     """
 
     def __init__(self, context: BrowserContext, url: str, *, opens: bool = True) -> None:

@@ -63,9 +63,9 @@ def ask(
     body: bytes = b"",
     host: str | None = None,
 ) -> Answer:
-    """An answer to a request with exactly these headers, beside Host and Connection: close.
+    """The answer to a request with these headers, Host and Connection: close, and no others.
 
-    host: of the header; "": no such header, and HTTP/1.0.
+    host: the value of the Host header; if empty, the request has none and is HTTP/1.0.
     """
     host = urlsplit(url).netloc if host is None else host
     lines = [f"{method} {target} HTTP/1.{1 if host else 0}", *headers, "Connection: close"]

@@ -13,16 +13,19 @@ import pytest
 from tests.support.server.kit import Running, serving
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, PositionLogprobs
+from vllm_metal_lite.server.worker.messages import Add, Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 
 @dataclass
 class Script:
-    """texts: of the next answers, `n` a request; the last stays.  size: characters a delta, one
-    token each.  end: finish_reason.  requests: what the engine was asked, in order."""
+    """The answers of a scripted engine, and the requests that it got.
+
+    texts: the texts of the next answers, `n` for a request; the last one is used again and again.
+    size: characters of a delta, which counts as one token.  end: the finish_reason.
+    requests: the requests to the engine, in order.
+    """
 
     running: Running
     texts: list[str] = field(default_factory=list)
@@ -34,7 +37,7 @@ class Script:
         self.texts, self.size, self.end = [*texts], size, end
 
     def pieces(self) -> list[str]:
-        """Of the next answer."""
+        """The deltas of the next answer."""
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         return [text[i : i + self.size] for i in range(0, len(text), self.size)]
 
@@ -65,17 +68,17 @@ def scripted() -> Iterator[Script]:
     async def write(request, answers, end):
         has_scores = request.params.logprobs is not None
         for pieces in zip_longest(*answers):
-            updates = []
+            deltas = []
             for index, piece in enumerate(pieces):
                 if piece is not None:
-                    scores = [PositionLogprobs([5], [-0.5], [1])] if has_scores else None
-                    updates.append(AnswerUpdate(index, [5], piece, logprobs=scores))
-            request.take(updates)
+                    scores = [[(5, -0.5, 1)]] if has_scores else None
+                    deltas.append(Delta(index, [5], piece, logprobs=scores))
+            request.take(deltas)
             await asyncio.sleep(0)
-        request.take([AnswerUpdate(index, [], "", end) for index in range(len(answers))])
+        request.take([Delta(index, [], "", end) for index in range(len(answers))])
 
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)
         patch.setattr(EngineClient, "generate", generate)
-        patch.setattr(TextModel, "chat_format", HERMES)
+        running.model.chat_format = HERMES
         yield script

@@ -71,7 +71,7 @@ class Result:
 
     @property
     def ratios(self) -> Metrics:
-        """Of this engine to mlx-lm's best."""
+        """The ratios of this engine to mlx-lm's best."""
         return ratios(self.engines)
 
 

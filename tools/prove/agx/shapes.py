@@ -5,8 +5,16 @@ from collections.abc import Iterator, Sequence
 
 from metal.host.texts import KernelText
 from tests.support.kernels import production_shapes as shapes
-from tests.support.kernels.production_shapes import BF16, HALF, QWEN3, attention, experts, products
-from vllm_metal_lite.checks.check import Check, NormShape
+from tests.support.kernels.production_shapes import (
+    BF16,
+    HALF,
+    QWEN3,
+    attention,
+    experts,
+    norms,
+    products,
+)
+from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import Quantisation
@@ -35,7 +43,7 @@ def checks() -> Iterator[Check]:
                 yield from products(rows, 9728, 2560, dtype, how)
         yield from experts(256, 2048, 512, "swiglu", False, _AFFINE, _AFFINE, dtype=dtype)
         for size in (1024, 2048, 4096, 5120, 8192, 12288, 16384):
-            yield Check("add_rms_norm", NormShape(size, dtype))
+            yield from norms(size, dtype)
 
 
 def named_texts(words: Sequence[str] = ()) -> dict[str, KernelText]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
 from vllm_metal_lite.attention.paged.step import (
     KernelStepAttention,
@@ -83,7 +83,7 @@ class KernelAttention:
         mx.eval(state)
         return state
 
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         """See Attention.  The plan: decodes first, then prompts, then recurrent layers."""
         decodes = self._plan_decodes(batch, num_rows) if self._plan_decodes else None
         first = decodes.num_rows if decodes else 0  # row of the prompts, and their first segment
@@ -104,7 +104,7 @@ class KernelAttention:
                 num_logits = power_of_two(len(batch.logits_indices))
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
 
-    def begin(self, step: Step, state: list[mx.array]) -> KernelStepAttention:
+    def begin(self, step: DeviceBatch, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state
         return KernelStepAttention(self.store, step, ticket, self._unused, self.shares)
 
@@ -152,7 +152,7 @@ def plan_varlen(
     """Arrange prompts for kernels that read the store in place.
 
     num_rows: rows of prompts, including padding.  queries_per_kv: query heads per KV head, over all
-    layers.  repeats: see StepPlan.
+    layers.  repeats: see DeviceBatch.
     """
     segments = max(power_of_two(batch.num_segments), MIN_ELEMENTS)
     longest = max(int(batch.seq_lens.max()), profile().min_keys)

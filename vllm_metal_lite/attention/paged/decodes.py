@@ -63,7 +63,8 @@ class Decodes(NamedTuple):
 class DecodePlanner:
     """Plans the decodes of each step.
 
-    shares: the layers that read a shared prefix once.  unused: kernels that steps must not use.
+    shares: for each layer, whether it reads a shared prefix once.  unused: the kernels that steps
+    must not launch.
     """
 
     def __init__(self, store: PagedStore, shares: Sequence[bool], unused: Collection[str]) -> None:
@@ -119,7 +120,7 @@ class DecodePlanner:
 
 
 def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
-    """As many splits as fill the device, no more: merging costs a launch.
+    """Cut contexts into as many splits as fill the device, no more: merging costs a launch.
 
     Threadgroups are small if there are many, so that more run side by side, or if splits are short.
     """
@@ -175,7 +176,7 @@ class PrefixSearch:
     def _holds(
         self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int
     ) -> bool:
-        """Whether the last result holds for these rows."""
+        """Whether the last result is still right for these rows."""
         if self._found is None or len(self._found.lens) != len(seq_lens):
             return False
         if (self._found.lens > (seq_lens - 1) // block_size * block_size).any():

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from vllm_metal_lite.attention.base import AttentionCall, Step
+from vllm_metal_lite.attention.base import AttentionCall, DeviceBatch
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
@@ -26,11 +26,12 @@ from vllm_metal_lite.recurrence.kernels import KernelRecurrence, SegmentPlan
 
 
 class VarlenPrompts(NamedTuple):
-    """For `varlen_prefill`, or `latent_attention`: block_tables (S, W) per KV group, cu_seqlens_q
-    (S+1,), seq_lens (S,).
+    """The arrays that `varlen_prefill` or `latent_attention` reads.
+
+    block_tables: (S, W) per KV group.  cu_seqlens_q: (S+1,).  seq_lens: (S,).
 
     S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
-    heads per KV head -> the tiles of such layers.  repeats: see StepPlan.
+    heads per KV head -> the tiles of such layers.  repeats: see DeviceBatch.
     """
 
     block_tables: tuple[mx.array, ...]
@@ -40,7 +41,8 @@ class VarlenPrompts(NamedTuple):
     repeats: bool
 
     def metadata(self, group: int, queries_per_kv: int) -> VarlenMetadata:
-        """The prompts for layers of a KV group with this number of query heads per KV head."""
+        """What the kernel reads, for layers of a KV group with this many query heads per KV
+        head."""
         tables, tiles = self.block_tables[group], self.tiles[queries_per_kv]
         return VarlenMetadata(tables, self.cu_seqlens_q, self.seq_lens, tiles)
 
@@ -56,7 +58,7 @@ class WholePrompt(NamedTuple):
 
 
 class PagedPlan(NamedTuple):
-    """The first rows of a step are decodes; the rest are prompts.  None: the step has none.
+    """The first rows of a step are decodes, the rest are prompts.  None: the step has no such rows.
 
     positions: (num_rows,), for `rope_write`; None if `paged_decode` writes the rows, which is
     allowed only if no row reads another new row.
@@ -74,21 +76,21 @@ class PagedPlan(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """See StepPlan."""
+        """See DeviceBatch."""
         return self.prompts is None or self.prompts.repeats
 
 
 class KernelStepAttention:
     """See StepAttention.
 
-    ticket: orders writes and reads across launches.  unused_kernels: the step uses their fallbacks.
-    shares: which layers read a shared prefix once.
+    ticket: orders writes and reads across launches.  unused_kernels: the kernels that the step must
+    not launch.  shares: for each layer, whether it reads a shared prefix once.
     """
 
     def __init__(
         self,
         store: PagedStore,
-        step: Step,
+        step: DeviceBatch,
         ticket: mx.array,
         unused_kernels: Collection[str],
         shares: Sequence[bool],
@@ -113,9 +115,9 @@ class KernelStepAttention:
         self.ticket = kv_write(k, v, self._slot_mapping(layer), self._store(layer))
 
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
-        """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
+        """Norm and rotate q and k, write k and v; returns q (num_rows, H, D), for `attend`.
 
-        NewRows: `attend` does all of this.  None: no kernel supports these heads.
+        Returns NewRows if `attend` will do all of this, and None if no kernel supports these heads.
         """
         spec = self.store.specs[layer]
         kept = [(spec.num_kv_heads, spec.k_head_dim), (spec.num_kv_heads, spec.v_head_dim)]
@@ -135,10 +137,10 @@ class KernelStepAttention:
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
-        """Norm latents, rotate k_pe and q, write latents and k_pe -> q (num_rows, H, rope).
+        """Norm latents, rotate k_pe and q, write latents and k_pe; returns q (num_rows, H, rope).
 
-        q: whole heads, or the rotary part of each.
-        None: the kernel does not support these rows.
+        q: whole heads, or the rotary part of each.  Returns None if the kernel does not support
+        these rows.
         """
         spec, positions = self.store.specs[layer], self.plan.positions
         rope, norm = k_pe.rope, latents.norm

@@ -22,7 +22,8 @@ from vllm_metal_lite.devices import profile
 class Joined:
     """Rows of several calls in one array, so that one launch serves all of them.
 
-    shapes: (B, L) of each call.  begins: the first row of each; None: they are concatenated.
+    shapes: the (B, L) of each call.  begins: the first row of each call; None if the calls lie end
+    to end.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class Joined:
         self._views: dict[tuple[int, int, int], list[tuple]] = {}
 
     def cut(self, rows: mx.array, axis: int = 0) -> list[mx.array]:
-        """rows (T, H, D), or (H, T, D) with axis 1 -> a view (B, H, L, D) for each call, without a
-        copy.  T may be more than the calls have."""
+        """Cut rows (T, H, D), or with axis 1 (H, T, D), into a view (B, H, L, D) for each call,
+        without a copy.  T may be more than the calls have."""
         heads, dim = rows.shape[1 - axis], rows.shape[2]
         of_row, of_head = (heads * dim, dim) if axis == 0 else (dim, rows.shape[1] * dim)
         key = heads, of_row, of_head
@@ -48,7 +49,8 @@ class Joined:
 
 
 def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, list[int]]]:
-    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more.
+    """Plan gathers for all calls, in order.  A gather has at most `cap` keys unless one call needs
+    more.
 
     Returns for each gather its slots (K,), and where the keys of each call begin in them.
     """
@@ -71,7 +73,7 @@ def joint_gathers(calls: list[HostCall], cap: int) -> list[tuple[np.ndarray, lis
 
 
 def _spans(calls: list[HostCall]) -> dict[int, tuple[int, np.ndarray]]:
-    """The keys that the spans of each segment need: their first position, and their slots."""
+    """For each segment with spans: the first position of the keys that they need, and the slots."""
     spans: dict[int, list[tuple[int, np.ndarray]]] = {}
     for call in calls:
         if call.span is not None:
@@ -138,9 +140,10 @@ class DeviceCall:
 class StepCalls:
     """The SDPA calls that cover a step, with their input and output rows.
 
-    q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
-    place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
-    gathers: the slots (K,) of each gather, and how its rows are cut into calls.
+    q_rows: (T,), the rows of the packed batch in the order of the calls; None: they are the first
+    T.  place: (num_rows,), where each row is in the concatenated outputs of the calls; None: the
+    rows are in order.  gathers: for each gather, its slots (K,), and how its rows are cut into
+    calls.
     """
 
     def __init__(self, planned: list[HostCall], window: int | None, num_rows: int) -> None:
@@ -166,7 +169,7 @@ class SdpaPlan:
         self._plans: dict[tuple, StepCalls] = {}
 
     def step_calls(self, kv_group: int, call: AttentionCall, unfused: Unfused | None) -> StepCalls:
-        """unfused: which calls of the layer MLX does not fuse; None: MLX fuses all."""
+        """The calls of a layer.  unfused: the calls that MLX does not fuse; None: MLX fuses all."""
         longest = int(self.batch.seq_lens.max())
         window, chunk = (
             None if limit is not None and limit >= longest else limit

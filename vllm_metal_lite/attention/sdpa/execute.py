@@ -10,14 +10,14 @@ from vllm_metal_lite.attention.base import AttentionCall
 from vllm_metal_lite.attention.sdpa.calls import DeviceCall, SdpaPlan, StepCalls
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.scores import Scores
+from vllm_metal_lite.kernels.arguments import Scores
 
 # Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
 
-# Rows (N, ...) and an index of any shape -> those rows.
+# A function that takes rows (N, ...) and an index of any shape, and returns the rows at the index.
 Take = Callable[[mx.array, mx.array], mx.array]
-# Slots (K,) -> a layer's keys and values there, (num_kv_heads, K, head_dim).
+# A function that reads a layer's keys and values (num_kv_heads, K, head_dim) at slots (K,).
 ReadKeys = Callable[[mx.array], tuple[mx.array, mx.array]]
 
 
@@ -35,8 +35,8 @@ def execute_calls(
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    kv_group, read: the layer's.  call.q_pe: only its last num_rows rows are used.
-    take: selects rows of queries and of results.
+    kv_group, read: the layer's KV group, and the function that reads its keys and values.
+    call.q_pe: only its last num_rows rows are used.  take: selects rows of queries and of results.
     """
     if call.q_pe is not None:
         q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)

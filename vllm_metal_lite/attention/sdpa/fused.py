@@ -10,7 +10,7 @@ from vllm_metal_lite import backend
 
 # Head dimensions that MLX fuses for prompts: these on Metal, all up to 128 on CUDA.
 _FUSED_DIMS, _MOST_FUSED_DIM = (64, 72, 80, 96, 128), 128
-# More rows than a call has.
+# This is more rows than any call has.
 _NEVER = 1 << 31
 # MLX fuses heads of 256 as well: calls of few rows, and, by neural accelerators, those of many.
 _LARGE_DIM, _FEW_ROWS, _MANY_ROWS = 256, 8, 1024
@@ -32,7 +32,7 @@ class Unfused(NamedTuple):
 
 
 def unfused(heads: int, dim: int, softcap: float | None) -> Unfused | None:
-    """A layer of `heads` query heads of size `dim`; None: MLX fuses all of its calls."""
+    """The calls of `heads` query heads of size `dim` that MLX does not fuse; None: it fuses all."""
     if softcap is not None or backend.is_cpu():
         return Unfused(heads)
     if dim in _FUSED_DIMS or (dim <= _MOST_FUSED_DIM and backend.name() == "cuda"):

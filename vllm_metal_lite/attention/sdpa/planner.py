@@ -3,14 +3,13 @@
 A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of similar
 shape run as one right-padded batch.  Earlier rows never see padding at the end, so for complete
 prompts MLX's SDPA needs only "causal" and no mask array.  Short prompts of different lengths may
-instead be concatenated under one block-diagonal causal mask ("packed").  The plan minimises the
-cost of scores computed, keys gathered and calls.  Masks depend only on positions and segment
+instead be concatenated under one block-diagonal causal mask ("packed").  The plan weighs the cost
+of scores computed, keys gathered and calls.  Masks depend only on positions and segment
 numbers, so one formula serves every call:
 key visible = same segment and k_pos <= q_pos (and in the window).
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from vllm_metal_lite.attention.step_arrays import split_at_chunks
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 
-NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
+NEVER = np.iinfo(np.int32).max  # the position of a padding key, which is after every query
 _UNLIMITED = np.iinfo(np.int64).max
 # The fewest rows of a tile, however long its context.
 _LEAST_TILE = 32
@@ -27,9 +26,7 @@ _LEAST_TILE = 32
 # scores then begins at a multiple of 32 bytes, so that products and softmax read whole vectors.
 _KEY_GRAIN = 16
 
-Lengths = TypeVar("Lengths", int, np.ndarray)
-
-# Rows of prompts that share one block-diagonal mask: the mask grows with their square.
+# The most rows of prompts that share one block-diagonal mask, which grows with their square.
 _LONGEST_PACK = 4096
 
 
@@ -57,14 +54,17 @@ class HostCall:
     sees: np.ndarray | None = None
 
 
-def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
-    """Cost of attention of q_len queries to kv_len keys, in scores."""
+def cost(q_len: int, kv_len: int) -> int:
+    """What attention of q_len queries to kv_len keys costs; the unit is one score."""
     return (q_len + profile().key_cost) * kv_len
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles, one entry each: segment, first row, number of rows, key range [start, end)."""
+    """Query tiles.  Each array has one entry per tile.
+
+    row, q_len: the first row of the tile, and how many.  kv_start, kv_end: its keys, [start, end).
+    """
 
     segment: np.ndarray
     row: np.ndarray
@@ -83,7 +83,7 @@ class CallPlanner:
     """Cuts a step into SDPA calls that together cover every row of the batch once.
 
     attention_chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
-    unfused: which calls of the layer MLX does not fuse; None: MLX fuses all.
+    unfused: the calls of the layer that MLX does not fuse; None: MLX fuses all.
 
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: the most scores of one head in a call that keeps all scores in memory.  A tile has
@@ -170,37 +170,30 @@ class CallPlanner:
         return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
     def _group_by_shape(self, tiles: Tiles) -> tuple[int, list[np.ndarray]]:
-        """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
+        """Split tiles into padded batches; returns their cost, and the tiles of each batch.
 
-        Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest,
-        so the cheapest split of the first n follows from the splits of fewer.  Where no limit
-        binds, a split between equal tiles is never cheaper, so only the ends of runs are tried.
+        The longest tile comes first.  Each tile joins the batch of the tile before, unless its
+        padding there costs more than a call of its own, or the batch becomes too large.
         """
-        kv_len = tiles.kv_end - tiles.kv_start
+        max_keys, kv_len = profile().max_gathered_keys, tiles.kv_end - tiles.kv_start
         order = np.lexsort((-kv_len, -tiles.q_len))
-        q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
-        max_keys, most = profile().max_gathered_keys, len(tiles) * int(kv_len.max())
-        ends = np.arange(len(tiles) + 1)  # where a batch may begin or end
-        if most <= max_keys and most * int(q_len[0]) <= self.max_scores:
-            differs = (q_len[1:] != q_len[:-1]) | (kv_len[1:] != kv_len[:-1])
-            ends = ends[np.concatenate([[True], differs, [True]])]
-        q_len, longest = q_len[ends[:-1]], kv_len[ends[:-1]]
-        least = np.zeros(len(ends), np.int64)  # cost of the tiles before each end
-        begins = np.zeros(len(ends), np.int64)  # where the last batch before each end begins
-        for n, end in enumerate(ends.tolist()[1:], 1):
-            np.maximum(longest[:n], longest[n - 1], out=longest[:n])
-            count = end - ends[:n]
-            total = least[:n] + count * cost(q_len[:n], longest[:n]) + self.call_cost
-            keys = count * longest[:n]
-            too_large = (keys > max_keys) | (keys * q_len[:n] > self.max_scores)
-            total[(count > 1) & too_large] = _UNLIMITED
-            begins[n] = at = int(total.argmin())
-            least[n] = total[at]
-        batches, n = [], len(ends) - 1
-        while n:
-            batches.append(order[ends[begins[n]] : ends[n]])
-            n = int(begins[n])
-        return int(least[-1]), batches[::-1]
+        lengths = zip(
+            order.tolist(), tiles.q_len[order].tolist(), kv_len[order].tolist(), strict=True
+        )
+        batches: list[list[int]] = []
+        total = rows = keys = 0  # rows, keys: the longest in the last batch
+        for tile, q_len, own_keys in lengths:
+            count = len(batches[-1]) + 1 if batches else 0
+            padded, alone = max(keys, own_keys), cost(q_len, own_keys) + self.call_cost
+            joined = count * cost(rows, padded) - (count - 1) * cost(rows, keys)
+            size = count * padded
+            if count and joined <= alone and size <= max_keys and size * rows <= self.max_scores:
+                batches[-1].append(tile)
+                total, keys = total + joined, padded
+            else:
+                batches.append([tile])
+                total, rows, keys = total + alone, q_len, own_keys
+        return total, [np.array(batch) for batch in batches]
 
     def _padded(self, tiles: Tiles, key_grain: int) -> HostCall:
         """Tiles as a batch, padded to the longest."""

@@ -7,7 +7,7 @@ segment may share blocks that another segment of the same step fills.
 
 from functools import partial
 
-from vllm_metal_lite.attention.base import AttentionCall, Step
+from vllm_metal_lite.attention.base import AttentionCall, DeviceBatch
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls
 from vllm_metal_lite.attention.step_arrays import make_step
@@ -33,17 +33,17 @@ class ReferenceAttention:
     def new_state(self) -> list[mx.array]:
         return self.store.arrays
 
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         return make_step(batch, num_rows, SdpaPlan(batch, num_rows))
 
-    def begin(self, step: Step, state: list[mx.array]) -> "ReferenceStepAttention":
+    def begin(self, step: DeviceBatch, state: list[mx.array]) -> "ReferenceStepAttention":
         return ReferenceStepAttention(self.store, step)
 
 
 class ReferenceStepAttention:
     """See StepAttention."""
 
-    def __init__(self, store: PagedStore, step: Step) -> None:
+    def __init__(self, store: PagedStore, step: DeviceBatch) -> None:
         self.store, self.step = store, step
         self.plan: SdpaPlan = step.plan
         self.recurrence = ReferenceRecurrence(store.states, step.batch, step.num_rows)

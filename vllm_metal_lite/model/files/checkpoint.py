@@ -25,7 +25,8 @@ from vllm_metal_lite.model.files.folder import (
     remote_code_error,
 )
 from vllm_metal_lite.model.files.tokenizer import read_tokenizer
-from vllm_metal_lite.model.weights import cast, expand
+from vllm_metal_lite.model.layer_weights import cast, expand
+from vllm_metal_lite.rules import flags_of
 from vllm_metal_lite.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,16 +36,6 @@ _REFUSED = {
     "plamo3": "its decoding from a cache is wrong in mlx-lm itself",
     "phi3small": "in mlx-lm the tokens of a prompt see later tokens",
 }
-# The sampling parameters that generation_config.json may set.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 _HEAD = "lm_head.weight"
 
@@ -83,11 +74,11 @@ def refuse_wrong(name: str, model_type: str) -> None:
 def load_checkpoint(
     folder: Path, trust_remote_code: bool
 ) -> tuple[nn.Module, dict[str, Any], bool]:
-    """(The module, its weights not read yet; config.json; whether the files have a head).
+    """Returns (module, config.json, whether the files have a head).  The weights are not read yet.
 
-    Files that mlx-lm refuses may differ from it in a plain way: names without `model.`, as those of
-    Qwen3-Embedding; a head that equals the embedding, where the module has no other; no head, in a
-    folder for embeddings.  Otherwise raises mlx-lm's error: each weight has one place.
+    Some files that mlx-lm refuses are accepted.  Their names may lack `model.`, as in
+    Qwen3-Embedding.  They may have a head that equals the embedding, if the module has no head.  In
+    a folder for embeddings they may have no head.  For other files mlx-lm's error is raised.
     """
     has_head = True
 
@@ -131,7 +122,7 @@ def _with_prefix(weights: Weights, model: nn.Module) -> Weights:
 
 
 def _like(head: mx.array, weights: Weights) -> list[str]:
-    """The weights with a head's shape that are none: the embedding."""
+    """The names of weights that have a head's shape and are no head: the embedding."""
     return [n for n, w in weights.items() if w.shape == head.shape and not n.endswith(_HEAD)]
 
 
@@ -148,7 +139,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     except ModelLoadError as e:
         logger.warning(f"{path.parent}/{e}: the file is ignored")
         return {}
-    for name in _SAMPLING_FIELDS:
+    for name in flags_of(SamplingParams):
         if (value := config.get(name)) is not None:
             try:
                 fields[name] = getattr(SamplingParams(**{name: value}), name)

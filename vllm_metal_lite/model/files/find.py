@@ -69,7 +69,7 @@ def hub_names() -> list[str]:
 
 
 def in_cache(name: str) -> Path:
-    """The folder of a Hugging Face model in the cache: of `main`, or else the newest.
+    """The folder of a Hugging Face model in the cache: the snapshot of `main`, or else the newest.
 
     Raises ModelLoadError if a file is missing that loading may read.
     """

@@ -31,7 +31,7 @@ _LFS_FIRST_WORDS = b"version https://git-lfs"
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """The JSON object of a file, or with `kind` list the array; empty if the file is missing."""
+    """The JSON object in a file, or the array if `kind` is list; empty if the file is missing."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,7 +45,8 @@ def read_json(file: Path, kind: type = dict) -> Any:
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """config.json of a model's folder; ModelLoadError if files are missing or do not fit it."""
+    """Read config.json; raises ModelLoadError if files of the folder are missing or do not fit
+    it."""
     try:
         _check_links(folder)
         if not (folder / "config.json").is_file():

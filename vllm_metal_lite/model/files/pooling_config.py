@@ -24,8 +24,8 @@ _MODES = {
 class PoolingConfig:
     """The pooling that a model's folder describes.
 
-    pooling: "last" or "mean".  prompts: prefixes for texts, by name.  default_prompt_name: used if
-    a request names none.
+    pooling: "last" or "mean".  prompts: prefixes for texts, by name.  default_prompt_name: the name
+    of the prefix for requests that name none.
     score_token_ids: the tokens "yes" and "no" of a reranker.
     problem: why the model gives no embeddings, in a few words.
     """
@@ -37,7 +37,8 @@ class PoolingConfig:
     problem: str | None = None
 
     def prompt(self, name: str | None) -> str:
-        """The prefix `name`, or with None the default one.  Raises RequestError if unknown."""
+        """The prefix `name`; None: the default one.  Raises RequestError if there is no such
+        prefix."""
         name = self.default_prompt_name if name is None else name
         if name is None:
             return ""
@@ -48,7 +49,7 @@ class PoolingConfig:
 
 
 def pooling_config(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
-    """The settings in a model's folder.  What cannot be read becomes the `problem`."""
+    """Read the settings in a model's folder.  If they cannot be read, `problem` says why."""
     try:
         return _read(folder, name, vocab)
     except (ModelLoadError, OSError, LookupError, ValueError, TypeError, AttributeError) as e:
@@ -88,7 +89,7 @@ def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
 
 
 def _mode(config: dict[str, Any]) -> str | None:
-    """The pooling of a folder; None: another one than "last" and "mean", or several at once."""
+    """The pooling of a folder; None if it is neither "last" nor "mean", or several at once."""
     on = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
     on = on or [str(config.get("pooling_mode"))]
     return _MODES.get(on[0]) if len(on) == 1 else None

@@ -1,1 +1,1 @@
-"""Replacements for a model's caches and SDPA during a packed forward."""
+"""Replacements for a model's caches and SDPA during a packed forward, on rows or in sequences."""

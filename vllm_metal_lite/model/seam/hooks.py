@@ -23,7 +23,7 @@ _LOCK = threading.RLock()
 
 # (owner, name, around): a call of owner.name becomes around(original, *args, **kwargs).
 Hook = tuple[Any, str, Callable]
-# A function: a module that holds it, and its name there.
+# The place of a function: the module that holds it, and its name there.
 Named = tuple[ModuleType, str]
 
 
@@ -64,7 +64,7 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 
 def building(hooks: Sequence[Hook] = ()) -> AbstractContextManager[None]:
-    """Held while a packed forward is built.  hooks: those beside attention's."""
+    """Held while a packed forward is built.  hooks: the hooks to install beside attention's."""
     return hooked([(mx.fast, "scaled_dot_product_attention", _attend), *hooks])
 
 
@@ -76,7 +76,8 @@ def _attend(
     return k.cache.attend(q, scale, how.get("mask"), how.get("sinks"))
 
 
-# The product, the leading elements of the last axis that were multiplied, the factor -> the result.
+# A function that takes a product, how many leading elements of its last axis were multiplied, and
+# the factor.  The model gets the array that the function returns.
 Noted = Callable[[mx.array, int, float], mx.array]
 
 
@@ -106,7 +107,8 @@ class _Leading:
 
 
 def leading(key: Any, size: int) -> int | None:
-    """The elements of a last axis of `size` that the key [..., :dims] selects, else None."""
+    """If a key is [..., :dims]: how many elements of a last axis of `size` it selects.  Else
+    None."""
     if not isinstance(key, tuple) or len(key) != 2 or key[0] is not Ellipsis:
         return None
     if not isinstance(key[1], slice):

@@ -13,9 +13,9 @@ from typing import Any
 
 from vllm_metal_lite.attention.base import AttentionCall, StepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.scores import Scores
-from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
+from vllm_metal_lite.kernels.arguments import Scores
+from vllm_metal_lite.model.seam.kv_segments import rebuild
+from vllm_metal_lite.model.seam.sequences import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 
 # An array of this shape fails if a module computes with it.
@@ -98,7 +98,7 @@ class PagedLayerCache(PackedCache):
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
     template: mlx-lm's own empty cache.  sequences: the step as sequences, for modules that must see
-    these (sequences/step.py); None if there are no such modules.
+    these (sequences.py); None if there are no such modules.
     """
 
     def __init__(
@@ -129,9 +129,10 @@ class PagedLayerCache(PackedCache):
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask | None:
-        """mlx-lm's mask request.  Our attention handles positions, so only the window is recorded.
+        """Answer mlx-lm, which asks for a mask.  Our attention knows positions, so the mask only
+        records the window.
 
-        None: only the layer's own window, and no module needs a mask per sequence.
+        None: the layer has no other window than its own, and no module needs a mask per sequence.
         """
         alone = self.sequences is not None and self.sequences.alone
         if not alone and window_size in (None, self.spec.window):
@@ -146,7 +147,7 @@ class PagedLayerCache(PackedCache):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """q (N, H, 1, D) against the store -> (N, H, 1, v_head_dim).
+        """Attention of q (N, H, 1, D) to the store; returns (N, H, 1, v_head_dim).
 
         With LatentScores as the mask, K holds latents, which are also the values.
         """

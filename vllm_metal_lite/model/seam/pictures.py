@@ -13,7 +13,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step, StepPictures
+from vllm_metal_lite.attention.base import DeviceBatch, StepPictures
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook
@@ -39,7 +39,7 @@ def with_features(body: nn.Module, pictures: StepPictures) -> Iterator[None]:
         yield
 
 
-def rotating_by_axes(step: Step, axis_of_frequency: np.ndarray) -> list[Hook]:
+def rotating_by_axes(step: DeviceBatch, axis_of_frequency: np.ndarray) -> list[Hook]:
     """The hook of a step whose rows have three positions.
 
     axis_of_frequency: (F,) int32, the axis that rotates each frequency of a head.

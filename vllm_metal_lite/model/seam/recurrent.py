@@ -14,13 +14,14 @@ these modules sequences.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.columns import Columns
+from vllm_metal_lite.kernels.arguments import Columns
 from vllm_metal_lite.kernels.recurrence import QKNorm
 from vllm_metal_lite.model.calls import observing
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
@@ -28,6 +29,9 @@ from vllm_metal_lite.model.seam.state_cache import StateHandle
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.tracked_columns import ColumnsOf, columns_of
 
+# The arguments of mlx-lm's functions: GatedDelta has the same names, StateSpace the same order.
+_DELTA = tuple(signature(gated_delta.gated_delta_update).parameters)
+_SSM = tuple(signature(ssm.ssm_update).parameters)
 _Pair = tuple[mx.array, mx.array]
 _Normalized = tuple[_Pair, _Pair, QKNorm]  # q and k after the norm, q and k before, the norm
 
@@ -142,7 +146,7 @@ def _silu(original: Callable, x: mx.array) -> mx.array:
 
 def _normalize_qk(
     normalized: list[_Normalized], original: Callable, q: mx.array, k: mx.array, **how: float
-) -> tuple[mx.array, mx.array]:
+) -> _Pair:
     """mlx-lm's function, which also records q and k before the norm, for the fused kernel."""
     qk = original(q, k, **how)
     normalized[:] = [(qk, (q, k), QKNorm(**how))]
@@ -150,47 +154,28 @@ def _normalize_qk(
 
 
 def _gated_delta(
-    normalized: list[_Normalized],
-    original: Callable,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    A_log: mx.array,
-    dt_bias: mx.array,
-    state: Any = None,
-    mask: Any = None,
-    **how: Any,
+    normalized: list[_Normalized], original: Callable, *args: Any, **how: Any
 ) -> tuple[mx.array, Any]:
+    given = dict(zip(_DELTA, args, strict=False), **how)
+    state = given.pop("state", None)
     if type(state) is not StateHandle:
-        return original(q, k, v, a, b, A_log, dt_bias, state, mask, **how)
-    how.pop("use_kernel", None)
-    norm = None
-    for qk, raw, of_raw in normalized:
-        if q is qk[0] and k is qk[1]:
-            (q, k), norm = raw, of_raw
-    delta = GatedDelta(q, k, v, a, b, A_log, dt_bias, norm=norm, **how)
-    return state.recurrence.gated_delta(state.key, delta)[:, None], state
+        return original(*args, **how)
+    for ignored in ("mask", "use_kernel"):
+        given.pop(ignored, None)
+    for qk, raw, norm in normalized:
+        if given["q"] is qk[0] and given["k"] is qk[1]:
+            given |= {"q": raw[0], "k": raw[1], "norm": norm}
+    return state.recurrence.gated_delta(state.key, GatedDelta(**given))[:, None], state
 
 
 def _state_space(
-    _: list[_Normalized],
-    original: Callable,
-    x: mx.array,
-    A_log: mx.array,
-    B: mx.array,
-    C: mx.array,
-    D: mx.array,
-    dt: mx.array,
-    dt_bias: mx.array,
-    state: Any = None,
-    time_step_limit: tuple[float, float] = StateSpace.time_step_limit,
-    *args: Any,
-    **how: Any,
+    _: list[_Normalized], original: Callable, *args: Any, **how: Any
 ) -> tuple[mx.array, Any]:
+    given = dict(zip(_SSM, args, strict=False), **how)
+    state = given.get("state")
     if type(state) is not StateHandle:
-        return original(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, *args, **how)
-    low, high = time_step_limit
-    update = StateSpace(x, A_log, B, C, D, dt, dt_bias, (low, high))
+        return original(*args, **how)
+    low, high = given.get("time_step_limit", StateSpace.time_step_limit)
+    arguments = [given[name] for name in _SSM[: _SSM.index("state")]]
+    update = StateSpace(*[*arguments, (low, high)])
     return state.recurrence.state_space(state.key, update)[:, None], state

@@ -2,7 +2,7 @@
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their states in an
 `ArraysCache` of a few arrays (B, ...).  Modules that work on packed rows get handles for the arrays
-(recurrent.py).  Modules that see sequences get the arrays, a batch at a time (sequences/step.py).
+(recurrent.py).  Modules that see sequences get the arrays, a batch at a time (sequences.py).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import Key
 from vllm_metal_lite.model.seam.layer_cache import POISON_SHAPE
-from vllm_metal_lite.model.sequences.step import PackedCache, SequenceStep
+from vllm_metal_lite.model.seam.sequences import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.sequence_batches import SequenceBatch
 

@@ -9,52 +9,52 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from starlette.responses import Response
 
-from vllm_metal_lite.chat_formats.events import Event, Text
 from vllm_metal_lite.server.blocks import Blocks
-from vllm_metal_lite.server.deltas import Delta, Positions, whole_answers
+from vllm_metal_lite.server.deltas import whole_answers
 from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from vllm_metal_lite.server.openai_api.reply import ChoiceWriter, CompletionFields, Reply, Scores
+from vllm_metal_lite.server.openai_api.reply import Choice, ChoiceWriter, CompletionFields, Reply
 from vllm_metal_lite.server.params import OnlyText, Unsupported
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
+from vllm_metal_lite.server.worker.messages import Delta, Position
 
-# `chat_logprobs` in the form that a request asks for.
-ScoresOf = Callable[[list[int], Positions | None], Scores]
+# The log-probabilities of positions, in the form that a request asks for.
+ScoresOf = Callable[[Iterable[Position]], list[Any]]
 
 
-class ChatMessage(Blocks[dict[str, Any]]):
-    """The message of an answer.  Its news are the deltas of a stream."""
+class ChatWriter(Blocks[Choice], ChoiceWriter):
+    """Makes the message of an answer.
 
-    def __init__(self) -> None:
-        self._texts: dict[str, list[str]] = {"text": [], "thoughts": []}
+    echoed: the text that the answer continues, if the client wants to see it.
+    may_call: whether the answer may have calls only, and no content.
+    """
+
+    empty: ClassVar = {"delta": {}}
+    reports_reasoning = True
+
+    def __init__(self, echoed: str, scores_of: ScoresOf, may_call: bool) -> None:
+        self._echoed, self._scores_of, self._may_call = echoed, scores_of, may_call
+        self._texts: dict[str, list[str]] = {"text": [echoed], "thoughts": []}
         self._calls: list[tuple[dict[str, Any], list[str]]] = []  # each with its arguments
 
-    def _open(self, name: str) -> Iterator[dict[str, Any]]:
-        if self.kind == "call":
-            call_id = f"call_{uuid.uuid4().hex[:24]}"
-            function = {"name": name, "arguments": ""}
-            self._calls.append(({"id": call_id, "type": "function", "function": function}, []))
-            yield self._call(**self._calls[-1][0])
+    async def head(self) -> Choice:
+        return {"delta": {"role": "assistant", "content": None if self._may_call else ""}}
 
-    def _grow(self, text: str) -> Iterator[dict[str, Any]]:
-        if self.kind == "call":
-            self._calls[-1][1].append(text)
-            yield self._call(function={"arguments": text})
-        else:
-            self._texts[self.kind].append(text)
-            is_text = self.kind == "text"
-            yield {"content": text} if is_text else {"reasoning_content": text, "reasoning": text}
+    def news(self, delta: Delta) -> list[Choice]:
+        echoed, self._echoed = self._echoed, ""
+        before = [{"delta": {"content": echoed}}] if echoed else []
+        return before + self.take(delta.events)
 
-    def _end(self, is_whole: bool) -> tuple[()]:
-        return ()
+    def scores(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.logprobs is None or not delta.token_ids:
+            return None
+        return {"content": self._scores_of(delta.logprobs), "refusal": None}
 
-    def _call(self, **fields: Any) -> dict[str, Any]:
-        return {"tool_calls": [{"index": len(self._calls) - 1, **fields}]}
-
-    def whole(self) -> dict[str, Any]:
+    def whole(self, delta: Delta) -> Choice:
+        self.take(delta.events)
         content, thoughts = map("".join, self._texts.values())
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if thoughts:
@@ -63,33 +63,29 @@ class ChatMessage(Blocks[dict[str, Any]]):
             call["function"]["arguments"] = "".join(arguments)
         if self._calls:
             message |= {"content": content or None, "tool_calls": [call for call, _ in self._calls]}
-        return message
+        return {"message": message, "logprobs": self.scores(delta)}
 
+    def _open(self, name: str) -> Iterator[Choice]:
+        if self.kind == "call":
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            function = {"name": name, "arguments": ""}
+            self._calls.append(({"id": call_id, "type": "function", "function": function}, []))
+            yield self._call(**self._calls[-1][0])
 
-class ChatWriter(ChoiceWriter):
-    """echoed: the text before the answer's.  may_call: the answer may have calls alone, and no
-    content."""
+    def _grow(self, text: str) -> Iterator[Choice]:
+        if self.kind == "call":
+            self._calls[-1][1].append(text)
+            yield self._call(function={"arguments": text})
+        else:
+            self._texts[self.kind].append(text)
+            names = ["content"] if self.kind == "text" else ["reasoning_content", "reasoning"]
+            yield {"delta": dict.fromkeys(names, text)}
 
-    empty: ClassVar = {"delta": {}}
-    reports_reasoning = True
+    def _end(self, is_whole: bool) -> tuple[()]:
+        return ()
 
-    def __init__(self, echoed: str, scores_of: ScoresOf, may_call: bool = False) -> None:
-        self.head = {"delta": {"role": "assistant", "content": None if may_call else ""}}
-        self._message, self._scores_of = ChatMessage(), scores_of
-        self._before: list[Event] = [Text(echoed)] if echoed else []
-
-    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
-        scores = self._scores_of(delta.token_ids, delta.logprobs) if delta.token_ids else None
-        return [{"delta": news} for news in self._news(delta.events)], scores
-
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        self._news(delta.events)
-        scores = self._scores_of(delta.token_ids, delta.logprobs)
-        return {"message": self._message.whole(), "logprobs": scores}
-
-    def _news(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        before, self._before = self._before, []
-        return self._message.take([*before, *events])
+    def _call(self, **fields: Any) -> Choice:
+        return {"delta": {"tool_calls": [{"index": len(self._calls) - 1, **fields}]}}
 
 
 class ChatCompletionRequest(ConversationFields, CompletionFields):
@@ -131,7 +127,7 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
     def whole() -> dict[str, Any]:
         scored = {}
         if params.prompt_logprobs is not None:
-            scored["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
+            scored["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, names)
         return reply.whole(answers) | scored
 
     return await whole_json(whole)

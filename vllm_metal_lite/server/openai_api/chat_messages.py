@@ -16,7 +16,7 @@ from vllm_metal_lite.server.fields import optional, required_text, type_of
 from vllm_metal_lite.server.params import Unsupported
 from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
 
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# The arguments of transformers' apply_chat_template that are not variables of a template.
 _PARAMETERS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _RESERVED = _PARAMETERS.keys() - {"self", "documents", "kwargs"} | {"messages"}
 _ROLES = {"developer": "system", "function": "tool"}
@@ -37,10 +37,10 @@ class ConversationFields(Body):
     chat_template: Unsupported = None
 
     def conversation(self, messages: list[dict[str, Any]]) -> ChatRequest:
-        """Raises ApiError (400) for parts that cannot be rendered."""
+        """The conversation to render.  Raises ApiError (400) for parts that cannot be rendered."""
         last = messages[-1] if messages else {}
         continues = self.continue_final_message or (
-            # Under the names of other servers.
+            # Other servers call the option `partial` or `prefix`.
             last.get("role") == "assistant" and True in (last.get("partial"), last.get("prefix"))
         )
         tools, choice = _tools(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -91,7 +91,11 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
 
 
 def _message(message: Mapping[str, Any], where: str, follows_tool: bool) -> Message:
-    """follows_tool: the message before is a tool's; agents send its pictures as the user's."""
+    """One message.
+
+    follows_tool: the message before is a tool's.  Agents send the pictures of a result in a message
+    of the user.
+    """
     role = required_text(message, "role", where)
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)

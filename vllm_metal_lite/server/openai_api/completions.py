@@ -1,14 +1,12 @@
-"""`/v1/completions`."""
+"""`/v1/completions`: texts or token ids, one prompt or several, and their continuations."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from vllm_metal_lite.server.conversations import RenderedPrompt
-from vllm_metal_lite.server.deltas import Delta, deltas, whole_answers
+from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.errors import ApiError, bad
-from vllm_metal_lite.server.limits import check_logprobs
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
@@ -18,10 +16,12 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from vllm_metal_lite.server.openai_api.prompts import Prompt, all_of, split_prompts, token_ids_of
-from vllm_metal_lite.server.openai_api.reply import ChoiceWriter, CompletionFields, Reply, Scores
+from vllm_metal_lite.server.openai_api.reply import Choice, ChoiceWriter, CompletionFields, Reply
 from vllm_metal_lite.server.params import Unsupported, sampling_params
+from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
+from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 
@@ -39,7 +39,8 @@ class CompletionRequest(CompletionFields):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether only the prompt is wanted.  The engine still generates one token, hidden here."""
+        """Whether the client wants only the prompt.  The engine still generates one token, which is
+        not shown."""
         return bool(self.echo) and type(self.max_tokens) is int and self.max_tokens == 0
 
     def sampling(self) -> dict[str, Any]:
@@ -70,27 +71,29 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         special = body.add_special_tokens is not False
         token_ids = await offload(token_ids_of, prompts, model, special, "prompt")
         check_logprobs([len(ids) for ids in token_ids], model.facts.max_model_len, params)
-    starts = (
-        serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
-        for ids in token_ids
-    )
+    starts = (serving.generate("cmpl-", ids, params, **body.scheduling()) for ids in token_ids)
     requests = await all_of(starts, len(token_ids))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    texts = await offload(_echoed, prompts, requests, names) if body.echo else [""] * len(prompts)
+    echoes = [""] * len(prompts)
+    if body.echo:
+        echoes = await offload(_texts, prompts, requests, names)
     writers = [
-        _CompletionWriter(body, request, text, names)
-        for text, request in zip(texts, requests, strict=True)
-        for _ in request.answers
+        _CompletionWriter(body, request, echo, names)
+        for echo, request in zip(echoes, requests, strict=True)
+        for _ in range(params.n)
     ]
-    options, hides = body.stream_options, body.only_echoes
-    reply = Reply("text_completion", serving.model_name, requests, writers, options, hides)
+    news = deltas(requests)
+    if body.only_echoes:
+        news = (delta._replace(text="", token_ids=[], logprobs=[]) async for delta in news)
+    model_name, options = serving.model_name, body.stream_options
+    reply = Reply("text_completion", model_name, requests, writers, options)
     if body.stream:
-        return serving.stream(reply.stream(deltas(requests)))
-    answers = await whole_answers(deltas(requests))
+        return serving.stream(reply.stream(news))
+    answers = await whole_answers(news)
     return await whole_json(lambda: reply.whole(answers))
 
 
-def _echoed(
+def _texts(
     prompts: Sequence[Prompt], requests: Sequence[RequestState], names: TokenNames
 ) -> list[str]:
     """The texts of the prompts."""
@@ -101,7 +104,7 @@ def _echoed(
 
 
 class _CompletionWriter(ChoiceWriter):
-    """echo: the text of the answer's prompt, if that is shown."""
+    """Makes the text of an answer.  echo: the text of its prompt, if the client wants to see it."""
 
     empty: ClassVar = {"text": ""}
 
@@ -109,42 +112,44 @@ class _CompletionWriter(ChoiceWriter):
         self, body: CompletionRequest, request: RequestState, echo: str, names: TokenNames
     ) -> None:
         self._body, self._request, self._echo, self._names = body, request, echo, names
-        self._is_echoing = bool(body.echo)  # the next news begins with the prompt
+        self._num_characters = len(echo)  # the length of the text that was shown so far
         self._offsets: TextOffsets | None = None
         if body.logprobs is not None:
             before = request.prompt_token_ids
             self._offsets = TextOffsets(names.tokenizer, request.params, before, len(echo))
 
-    async def take(self, delta: Delta) -> tuple[list[dict[str, Any]], Scores]:
-        # A whole prompt that is echoed takes long.
-        news = await offload(self._news, delta) if self._is_echoing else self._news(delta)
-        return ([{"text": news[0]}] if news[0] else []), news[1]
+    async def head(self) -> Choice | None:
+        # On a thread, because the log-probabilities of a whole prompt take long.
+        return await offload(self._prompt) if self._body.echo else None
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        text, scores = self._news(delta)
-        choice: dict[str, Any] = {"text": text, "logprobs": scores}
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._request.prompt_logprobs)
-        return choice
+    def _prompt(self) -> Choice:
+        """The prompt that is shown, and its log-probabilities."""
+        scores = None
+        if self._offsets is not None:
+            ids, positions = self._request.prompt_token_ids, self._request.prompt_logprobs or ()
+            offsets = echoed_offsets(self._names, ids, self._echo)
+            scores = legacy_logprobs(ids, positions, offsets, self._names)
+        return {"text": self._echo, "logprobs": scores}
 
-    def _news(self, delta: Delta) -> tuple[str, Scores]:
-        """New text and its log-probabilities; those of an echoed prompt come first."""
-        text, token_ids = delta.text, delta.token_ids
-        positions: list[Any] = list(delta.logprobs or ())
-        if self._body.only_echoes:
-            text, token_ids, positions = "", [], []
-        is_echoing, self._is_echoing = self._is_echoing, False
-        if is_echoing:
-            text = self._echo + text
+    def news(self, delta: Delta) -> list[Choice]:
+        return [{"text": delta.text}] if delta.text else []
+
+    def scores(self, delta: Delta) -> dict[str, list[Any]] | None:
         if self._offsets is None:
-            return text, None
-        offsets = self._offsets.add(token_ids)
-        if delta.answer.finished:  # tokens of a stop string have no text
-            end = len(self._echo) + len(delta.answer.text)
-            offsets = [min(offset, end) for offset in offsets]
-        if is_echoing:
-            prompt_ids = self._request.prompt_token_ids
-            offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
-            token_ids = prompt_ids + token_ids
-            positions = [*(self._request.prompt_logprobs or ()), *positions]
-        return text, legacy_logprobs(token_ids, positions, offsets, self._names)
+            return None
+        self._num_characters += len(delta.text or "")
+        offsets = self._offsets.add(delta.token_ids)
+        if delta.finish_reason is not None:  # tokens of a stop string have no text
+            offsets = [min(offset, self._num_characters) for offset in offsets]
+        return legacy_logprobs(delta.token_ids, delta.logprobs or (), offsets, self._names)
+
+    def whole(self, delta: Delta) -> Choice:
+        scores = self.scores(delta)
+        if scores is not None and self._body.echo:
+            of_prompt = self._prompt()["logprobs"]
+            scores = {name: of_prompt[name] + values for name, values in scores.items()}
+        choice: Choice = {"text": self._echo + (delta.text or ""), "logprobs": scores}
+        if self._body.prompt_logprobs is not None:
+            found = self._request.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_logprobs(found, self._names)
+        return choice

@@ -1,7 +1,7 @@
 """Log-probabilities as OpenAI's two APIs show them, and as vLLM shows those of a prompt."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -9,31 +9,26 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, token_texts
 from vllm_metal_lite.model.files.tokenizer import BYTES
-from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.worker.messages import Position
 
-_LOWEST = -9999.0  # JSON has no infinity; vLLM's value
+_LOWEST = -9999.0  # vLLM's value for minus infinity, which JSON does not have
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-Position = Mapping[int, Logprob]
 
 
 class TokenNames:
-    """Tokens as strings.  as_ids: "token_id:N" in place of the text, as vLLM has it."""
+    """Names tokens by their text, or with as_ids by "token_id:N", as vLLM does."""
 
     def __init__(self, tokenizer: TokenizerWrapper, as_ids: bool = False) -> None:
         self.tokenizer, self._as_ids = tokenizer, as_ids
+        self.text_of = token_texts(tokenizer)
 
-    def name(self, token_id: int, logprob: Logprob | None) -> str:
-        """logprob: the token's, if it has been scored."""
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        text = logprob.decoded_token if logprob else token_texts(self.tokenizer)(token_id)
-        return text or ""
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self.text_of(token_id)
 
-    def bytes(self, token_id: int, logprob: Logprob) -> list[int]:
+    def bytes(self, token_id: int) -> list[int]:
         """The token's own bytes, also if they are only a part of a character."""
-        text = logprob.decoded_token or ""
+        text = self.text_of(token_id)
         if "\ufffd" in text:
             token = self.tokenizer.convert_ids_to_tokens(token_id)
             if isinstance(token, str) and (byte := _BYTE.fullmatch(token)):
@@ -43,36 +38,33 @@ class TokenNames:
         return list(text.encode())
 
 
-def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position] | None, *, top: int, names: TokenNames
-) -> dict[str, Any] | None:
-    """`logprobs` of a choice of chat completions.  top: how many tokens each position lists."""
-    if positions is None:
-        return None
+def chat_logprobs(positions: Iterable[Position], top: int, names: TokenNames) -> list[Any]:
+    """The log-probabilities of tokens as chat completions and responses show them.
+
+    top: how many of the most likely tokens each position lists.
+    """
     content = []
-    for token_id, position in zip(token_ids, positions, strict=True):
-        ranked = [(p.rank or 0, t, p) for t, p in position.items() if (p.rank or 0) <= top]
-        entry = _entry(token_id, position[token_id], names)
-        entry["top_logprobs"] = [
-            _entry(t, p, names) for _, t, p in sorted(ranked, key=itemgetter(0))
-        ]
-        content.append(entry)
-    return {"content": content, "refusal": None}
+    for position in positions:
+        ranked = sorted((scored for scored in position if scored[2] <= top), key=itemgetter(2))
+        tops = [_entry(scored, names) for scored in ranked]
+        content.append({**_entry(position[0], names), "top_logprobs": tops})
+    return content
 
 
-def _entry(token_id: int, logprob: Logprob, names: TokenNames) -> dict[str, Any]:
+def _entry(scored: tuple[int, float, int], names: TokenNames) -> dict[str, Any]:
+    token_id, logprob, _ = scored
     return {
-        "token": names.name(token_id, logprob),
-        "logprob": _finite(logprob.logprob),
-        "bytes": names.bytes(token_id, logprob),
+        "token": names.name(token_id),
+        "logprob": _finite(logprob),
+        "bytes": names.bytes(token_id),
     }
 
 
 class TextOffsets:
     """The offset of each token in the text, in characters.
 
-    Tokens of one character share its offset.  prompt_token_ids: the tokens before.  start: the
-    first token's offset.
+    Tokens that are parts of one character share its offset.
+    prompt_token_ids: the tokens before the first one.  start: the first token's offset.
     """
 
     def __init__(
@@ -118,8 +110,8 @@ def legacy_logprobs(
     positions: Iterable[Position | None],
     offsets: Sequence[int],
     names: TokenNames,
-) -> dict[str, Any]:
-    """`logprobs` of a choice of completions.
+) -> dict[str, list[Any]]:
+    """The field `logprobs` of a choice of completions.
 
     offsets: where each token begins in the choice's text.  A position is None at the first token of
     a prompt, which has no log-probabilities.
@@ -128,29 +120,39 @@ def legacy_logprobs(
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        scores = position or {}
-        tokens.append(names.name(token_id, scores.get(token_id)))
-        values.append(_finite(scores[token_id].logprob) if scores else None)
+        tokens.append(names.name(token_id))
         top: dict[str, float] = {}
-        for candidate, logprob in scores.items():  # the chosen token comes first
-            top.setdefault(names.name(candidate, logprob), _finite(logprob.logprob))
+        for candidate, logprob, _ in position or ():  # the chosen token comes first
+            top.setdefault(names.name(candidate), _finite(logprob))
+        values.append(_finite(position[0][1]) if position else None)
         tops.append(top or None)
-    result: dict[str, Any] = {"tokens": tokens, "token_logprobs": values}
-    return result | {"top_logprobs": tops, "text_offset": offsets}
+    scores: dict[str, list[Any]] = {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+    }
+    return scores | {"text_offset": [*offsets]}
 
 
-def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:
-    """`prompt_logprobs`, a field of vLLM's."""
+def prompt_logprobs(
+    positions: Sequence[Position | None] | None, names: TokenNames
+) -> list[dict[str, Any] | None] | None:
+    """The field `prompt_logprobs`, as vLLM has it."""
+
+    def scores(position: Position) -> dict[str, Any]:
+        return {
+            str(token): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": names.text_of(token),
+            }
+            for token, value, rank in position
+        }
+
     if positions is None:
         return None
-    return [
-        position and {str(t): _scored(p) for t, p in position.items()} for position in positions
-    ]
-
-
-def _scored(p: Logprob) -> dict[str, Any]:
-    return {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
+    return [None if position is None else scores(position) for position in positions]
 
 
 def _finite(logprob: float) -> float:
-    return max(_LOWEST, logprob)  # NaN is not larger
+    return max(_LOWEST, logprob)  # of NaN, too, because NaN is not larger than any number

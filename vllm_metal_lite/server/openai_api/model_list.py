@@ -16,9 +16,13 @@ def routes(server: Server) -> list[Route]:
     created = int(time.time())
 
     def entry(model: Model) -> dict[str, Any]:
-        """max_model_len: vLLM's name; None until the model is loaded.  context_length: the name of
-        other servers; until the model is loaded, what its files say.
-        thinking: whether the chat template knows of thoughts; None until the model is loaded."""
+        """A model as clients see it.
+
+        max_model_len: vLLM's name of the context's length; None until the model is loaded.
+        context_length: the name in other servers; the value comes from the model's files until the
+        model is loaded.
+        thinking: whether the chat template knows of thoughts; None until the model is loaded.
+        """
         name = model.spec.name
         limit = model.client.facts.max_model_len if model.client else None
         return {
@@ -39,10 +43,9 @@ def routes(server: Server) -> list[Route]:
 
     async def models(request: Request) -> Response:
         data = [entry(model) for model in server.models.by_name.values()]
-        ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
-        return JSONResponse(
-            {"object": "list", "data": data, **ends}
-        )  # first_id and last_id: for Anthropic
+        # Anthropic's client reads these fields.
+        page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return JSONResponse({"object": "list", "data": data, **page})
 
     async def model(request: Request) -> Response:
         return JSONResponse(entry(server.models.find(request.path_params["name"])))

@@ -13,24 +13,25 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.pooling import checked, truncate
 from vllm_metal_lite.engine.prompt_ids import as_list, encode
-from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.pooling_params import PoolingParams
-from vllm_metal_lite.server.conversations import RenderedPrompt, check_length
+from vllm_metal_lite.server.conversations import check_length
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, must_be
-from vllm_metal_lite.server.limits import MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.prompts import all_of, places_of, split_prompts, token_ids
 from vllm_metal_lite.server.params import ScheduledBody
+from vllm_metal_lite.server.request_limits import MAX_POOLED_CHARACTERS, MAX_POOLED_TOKENS
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.request_state import RequestState
 
-_STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
+_STEPS_AHEAD = 2  # full steps of prompts that one request may queue in the engine
 
 
 class PoolingBody(ScheduledBody):
-    """truncate_prompt_tokens: cut longer prompts; -1: to the context; None: refuse them."""
+    """truncate_prompt_tokens: the length to which longer prompts are cut.  -1 means the context;
+    None refuses longer prompts."""
 
     prompt_fields: ClassVar[tuple[str, ...]] = ("input",)
     truncate_prompt_tokens: int | None = None
@@ -54,7 +55,7 @@ class PoolingBody(ScheduledBody):
 
 
 class EmbeddingRequest(PoolingBody):
-    """prompt_name: the model's prompt to put before each text."""
+    """prompt_name: the name of the model's prompt that goes before each text."""
 
     input: Any
     encoding_format: Literal["float", "base64"] | None = None
@@ -76,8 +77,8 @@ class EmbeddingRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """documents: texts, or objects with a text.  top_n: 0 and None mean all.  instruction: tells
-    a reranker its task."""
+    """documents: texts, or objects with a text.  top_n: how many results to give; 0 and None mean
+    all.  instruction: the task of a reranker."""
 
     prompt_fields: ClassVar = ("query", "documents")
     query: str
@@ -188,8 +189,7 @@ async def _pool(
     most = min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting)
 
     async def run(ids: list[int]) -> RequestState:
-        prompt = RenderedPrompt(ids)
-        request = await serving.generate("embd-", prompt, params, **body.scheduling())
+        request = await serving.generate("embd-", ids, params, **body.scheduling())
         await request.complete()
         return request
 
@@ -201,7 +201,7 @@ async def _pool(
 
 
 def _token_ids(
-    model: TextModel,
+    model: ModelText,
     prompts: Iterable[Any],
     places: Sequence[str],
     params: PoolingParams,

@@ -8,18 +8,18 @@ from vllm_metal_lite.engine.prompt_ids import encode, tokenize
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.conversations import encode_prompt
 from vllm_metal_lite.server.errors import ApiError, must_be
+from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import check_wanted
-from vllm_metal_lite.server.text_model import TextModel
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Prompt = str | list[int]
-_SHORT = 1 << 16  # characters of a text that are encoded in any case
+_SHORT = 1 << 16  # a shorter text is encoded as a whole, whatever its tokens
 
 
 def split_prompts(prompt: Any, param: str = "prompt", ids: bool = True) -> list[Prompt]:
     """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400).
 
-    ids: False to refuse token ids.
+    ids: whether token ids are allowed.
     """
     one = "a text or token ids" if ids else "a text"
     prompts = [prompt] if isinstance(prompt, str) or (ids and _are_ids(prompt)) else prompt
@@ -36,7 +36,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def token_ids_of(
-    prompts: Sequence[Prompt], model: TextModel, special: bool, param: str
+    prompts: Sequence[Prompt], model: ModelText, special: bool, param: str
 ) -> list[list[int]]:
     """Token ids of the prompts of a field.  Raises ApiError (400)."""
     places = places_of(param, prompts)
@@ -44,11 +44,11 @@ def token_ids_of(
 
 
 def token_ids(
-    prompt: Prompt, model: TextModel, special: bool, where: str, cut: bool = False
+    prompt: Prompt, model: ModelText, special: bool, where: str, cut: bool = False
 ) -> list[int]:
     """Token ids of a prompt.  Raises ApiError (400), which names the place.
 
-    cut: the caller wants no more tokens than the context has, of a text of any length.
+    cut: the caller wants only as many tokens as the context has, however long the text is.
     """
     check_wanted()
     try:
@@ -61,7 +61,7 @@ def token_ids(
         raise ApiError(400, f"{where}: {e}", param=where) from None
 
 
-def _beginning(text: str, model: TextModel) -> str:
+def _beginning(text: str, model: ModelText) -> str:
     """The beginning of a text, of at least two contexts if the text has as many.  Its tokens are
     those of the whole text, but for some at its end."""
     size = _SHORT
@@ -82,7 +82,10 @@ def places_of(field: str, values: Any) -> list[str]:
 async def all_of(
     starts: Iterable[Coroutine[Any, Any, RequestState]], most: int
 ) -> list[RequestState]:
-    """The results, in order.  If one fails, none is left running.  most: that run at once."""
+    """The results, in order.  If one start fails, the others are cancelled.
+
+    most: the largest number of starts that run at once.
+    """
     free, tasks = asyncio.Semaphore(most), []
     try:
         async with asyncio.TaskGroup() as running:

@@ -5,38 +5,29 @@ An item is a message, thoughts or a call.  Deltas extend its text or the call's 
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Event, Text
 from vllm_metal_lite.server.blocks import Blocks
-from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.errors import shown_error
 from vllm_metal_lite.server.openai_api.response_tools import Callee, FreeformInput
 from vllm_metal_lite.server.stream import event
+from vllm_metal_lite.server.worker.messages import Delta, Position
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 Logprobs = list[dict[str, Any]]
-
-
-# Encodes an event: its kind, its fields -> its bytes.
-WriteEvent = Callable[..., bytes]
-
-
-def numbered_events() -> WriteEvent:
-    """Encodes and numbers the events of a stream."""
-    numbers = count()
-    return lambda kind, **fields: event(kind, sequence_number=next(numbers), **fields)
 
 
 @dataclass(frozen=True)
 class _ItemType:
     """How items of one type are streamed.
 
-    text: prefix of the text's events.  name: the field that holds the text.  If a part of the item
-    holds the text: part, the prefix of the part's events; part_type; parts, the item's list.
+    text: the prefix of the text's events.  name: the field that holds the text.  If a part of the
+    item holds the text: part is the prefix of the part's events, part_type its type, and parts the
+    item's list of parts.
     """
 
     id_prefix: str
@@ -58,128 +49,6 @@ _CALL = _ItemType("fc", "response.function_call_arguments", "arguments")
 _CUSTOM_CALL = _ItemType("ctc", "response.custom_tool_call_input", "input")
 
 
-class _Item:
-    """An output item that grows.  fields: its JSON at the beginning."""
-
-    def __init__(
-        self,
-        write: WriteEvent,
-        item_type: _ItemType,
-        suffix: str,
-        index: int,
-        fields: dict[str, Any],
-    ) -> None:
-        item_id = f"{item_type.id_prefix}_{suffix}_{index}"
-        self.type, self.fields = item_type, {"id": item_id, **fields, "status": "in_progress"}
-        self._write, self._index, self._texts = write, index, list[str]()
-        self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
-        if item_type.parts:
-            self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
-        self._logprobs: Logprobs = []
-        self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
-
-    def open(self) -> Iterator[bytes]:
-        event = self._write
-        yield event("response.output_item.added", output_index=self._index, item=self.fields)
-        if self.type.part:
-            yield event(f"{self.type.part}.added", **self._at, part=self._part(""))
-
-    def grow(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
-        """logprobs: those of a message's tokens."""
-        yield from self._add(text if self._input is None else self._input.feed(text), logprobs)
-
-    def _add(self, text: str, logprobs: Logprobs) -> Iterator[bytes]:
-        self._texts.append(text)
-        scored = {"logprobs": logprobs} if self.type is _MESSAGE else {}
-        if text or any(scored.values()):
-            self._logprobs += logprobs
-            yield self._write(f"{self.type.text}.delta", **self._at, delta=text, **scored)
-
-    def close(self, status: str) -> Iterator[bytes]:
-        """Complete `fields`, and end the item's events.
-
-        A client runs a call when its item is done.  A function call that was cut short fails,
-        because its arguments are not JSON.  The input of a custom tool is any text, so its item is
-        never done.
-        """
-        if self._input is not None:
-            yield from self._add(self._input.close(), [])
-        item_type, event = self.type, self._write
-        text = "".join(self._texts)
-        self.fields["status"] = status
-        if item_type.parts:
-            self.fields[item_type.parts] = [self._part(text)]
-        else:
-            self.fields[item_type.name] = text
-        if self.is_broken:
-            return
-        done: dict[str, Any] = {**self._at, item_type.name: text}
-        if item_type is _MESSAGE:
-            done["logprobs"] = self._logprobs
-        if item_type is _CALL:
-            done["name"] = self.fields["name"]
-        yield event(f"{item_type.text}.done", **done)
-        if item_type.part:
-            yield event(f"{item_type.part}.done", **self._at, part=self._part(text))
-        yield event("response.output_item.done", output_index=self._index, item=self.fields)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether no client may take the item as done."""
-        return self.type is _CUSTOM_CALL and self.fields["status"] == "incomplete"
-
-    def _part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.type.part_type, "text": text}
-        if self.type is _MESSAGE:
-            part |= {"annotations": [], "logprobs": self._logprobs}
-        return part
-
-
-class OutputItems(Blocks[bytes]):
-    """The items of a response.
-
-    suffix: the end of the items' ids.  callees, with_summary: see ResponseReply.
-    unshown: log-probabilities of tokens whose text is still to come.
-    """
-
-    def __init__(
-        self, write: WriteEvent, suffix: str, callees: Mapping[str, Callee], with_summary: bool
-    ) -> None:
-        self._write, self._suffix, self._callees = write, suffix, callees
-        self._thoughts = _SUMMARY if with_summary else _THOUGHTS
-        self._items: list[_Item] = []
-        self.unshown: Logprobs = []
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        return [item.fields for item in self._items]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the input of a custom tool was cut short."""
-        return any(item.is_broken for item in self._items)
-
-    def _take(self, event: Event) -> Iterator[bytes]:
-        yield from super()._take(event)
-        self.unshown = []
-
-    def _open(self, name: str) -> Iterator[bytes]:
-        item_type, fields = _MESSAGE, {"type": "message", "role": "assistant", "content": []}
-        if self.kind == "thoughts":
-            item_type, fields = self._thoughts, {"type": "reasoning", "summary": []}
-        elif self.kind == "call":
-            item_type, fields = _call(self._callees[name])
-        index = len(self._items)
-        self._items.append(_Item(self._write, item_type, self._suffix, index, fields))
-        yield from self._items[-1].open()
-
-    def _grow(self, text: str) -> Iterator[bytes]:
-        yield from self._items[-1].grow(text, self.unshown)
-
-    def _end(self, is_whole: bool) -> Iterator[bytes]:
-        yield from self._items[-1].close("completed" if is_whole else "incomplete")
-
-
 def _call(callee: Callee) -> tuple[_ItemType, dict[str, Any]]:
     """The item of a call at its beginning."""
     call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -191,16 +60,19 @@ def _call(callee: Callee) -> tuple[_ItemType, dict[str, Any]]:
     return _CALL, {"type": "function_call", **fields, "arguments": ""}
 
 
-# logprobs of tokens as the API shows them.
-LogprobsOf = Callable[[list[int], Positions | None], Logprobs]
+# The log-probabilities of positions as the API shows them.
+LogprobsOf = Callable[[Iterable[Position]], Logprobs]
 
 
-class ResponseReply:
-    """The reply to a request.
+class ResponseReply(Blocks[bytes]):
+    """The reply to a request, as output items; the last one may still grow.
 
-    deltas: the answer.  callees: keys are the names that the model knows.  with_summary: thoughts
-    are shown as a summary, which clients show to users, and not as content.
-    echo: fields of the response that repeat the request.  scores: log-probabilities of tokens.
+    deltas: the answer.
+    callees: the tools' names in the API, by the names that the model knows.
+    with_summary: thoughts are shown as a summary, which clients show to users, and not as content.
+    echo: fields of the response that repeat the request.
+    scores: a function that gives the log-probabilities of tokens.
+    items: the JSON of the items.
     """
 
     def __init__(
@@ -213,11 +85,13 @@ class ResponseReply:
         scores: LogprobsOf,
     ) -> None:
         self._request, self._deltas, self._scores = request, deltas, scores
-        self._write, self._echo = numbered_events(), echo
-        suffix = request.request_id.removeprefix("resp_")
-        self._output = OutputItems(self._write, suffix, callees, with_summary)
+        self._callees, self._echo, self._numbers = callees, echo, count()
+        self._thoughts = _SUMMARY if with_summary else _THOUGHTS
+        self._suffix = request.request_id.removeprefix("resp_")  # the end of the items' ids
+        self.items: list[dict[str, Any]] = []
+        self._unshown: Logprobs = []
         self._created = int(time.time())
-        self._num_reasoning_tokens, self._is_cut = 0, False
+        self._num_reasoning_tokens, self._is_cut, self._is_broken = 0, False, False
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the response, at its end.  Raises ApiError if it has failed."""
@@ -227,39 +101,37 @@ class ResponseReply:
 
     def keep_alive(self) -> bytes:
         """An event without news.  Comments do not reset the timeouts of clients."""
-        return self._write("response.in_progress", response=self._response("in_progress"))
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     async def stream(self) -> AsyncIterator[bytes]:
-        event = self._write
-        yield event("response.created", response=self._response("in_progress"))
+        yield self._event("response.created", response=self._response("in_progress"))
         yield self.keep_alive()
         try:
             async for news in self._news():
                 yield news
             whole = self._ended()
-            yield event(f"response.{whole['status']}", response=whole)
+            yield self._event(f"response.{whole['status']}", response=whole)
         except Exception as e:
             error = {"code": "server_error", "message": shown_error(e).message}
             failed = self._response("failed", error=error, usage=self._usage())
-            yield event("response.failed", response=failed)
+            yield self._event("response.failed", response=failed)
 
     async def _news(self) -> AsyncIterator[bytes]:
-        output = self._output
         async for delta in self._deltas:
             self._is_cut = delta.finish_reason == "length"
             self._num_reasoning_tokens += delta.num_reasoning_tokens
-            output.unshown += self._scores(delta.token_ids, delta.logprobs)
+            self._unshown += self._scores(delta.logprobs or ())
             events = delta.events
-            if output.unshown and delta.finish_reason is not None and output.kind == "text":
+            if self._unshown and delta.finish_reason is not None and self.kind == "text":
                 events = [*events, Text("")]  # the last log-probabilities may have no text
-            if news := b"".join(output.take(events)):
+            if news := b"".join(self.take(events)):
                 yield news
-        yield b"".join(output.close(not self._is_cut))
+        yield b"".join(self.close(not self._is_cut))
 
     def _ended(self) -> dict[str, Any]:
         return self._response(
-            "incomplete" if self._is_cut or self._output.is_broken else "completed",
-            output=self._output.items,
+            "incomplete" if self._is_cut or self._is_broken else "completed",
+            output=self.items,
             usage=self._usage(),
             incomplete_details={"reason": "max_output_tokens"} if self._is_cut else None,
         )
@@ -293,3 +165,76 @@ class ResponseReply:
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": num_input + num_output,
         }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event(kind, sequence_number=next(self._numbers), **fields)
+
+    def _take(self, event: Event) -> Iterator[bytes]:
+        yield from super()._take(event)
+        self._unshown = []
+
+    def _open(self, name: str) -> Iterator[bytes]:
+        item_type, fields = _MESSAGE, {"type": "message", "role": "assistant", "content": []}
+        if self.kind == "thoughts":
+            item_type, fields = self._thoughts, {"type": "reasoning", "summary": []}
+        elif self.kind == "call":
+            item_type, fields = _call(self._callees[name])
+        index = len(self.items)
+        item_id = f"{item_type.id_prefix}_{self._suffix}_{index}"
+        # The item that grows: its type, its texts and their log-probabilities, and the fields of
+        # its events that tell its place.
+        self._type, self._texts, self._logprobs = item_type, list[str](), list[Any]()
+        self._input = FreeformInput() if item_type is _CUSTOM_CALL else None
+        self._at: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        if item_type.parts:
+            self._at["summary_index" if item_type is _SUMMARY else "content_index"] = 0
+        item = {"id": item_id, **fields, "status": "in_progress"}
+        self.items.append(item)
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        if item_type.part:
+            yield self._event(f"{item_type.part}.added", **self._at, part=self._part(""))
+
+    def _grow(self, text: str) -> Iterator[bytes]:
+        yield from self._add(text if self._input is None else self._input.feed(text))
+
+    def _add(self, text: str) -> Iterator[bytes]:
+        self._texts.append(text)
+        scored = {"logprobs": self._unshown} if self._type is _MESSAGE else {}
+        if text or any(scored.values()):
+            self._logprobs += self._unshown
+            yield self._event(f"{self._type.text}.delta", **self._at, delta=text, **scored)
+
+    def _end(self, is_whole: bool) -> Iterator[bytes]:
+        """Complete the item, and end its events.
+
+        A client runs a call when its item is done.  A function call that was cut short fails,
+        because its arguments are not JSON.  The input of a custom tool is any text, so its item is
+        never done.
+        """
+        if self._input is not None:
+            yield from self._add(self._input.close())
+        item_type, item = self._type, self.items[-1]
+        text = "".join(self._texts)
+        item["status"] = "completed" if is_whole else "incomplete"
+        if item_type.parts:
+            item[item_type.parts] = [self._part(text)]
+        else:
+            item[item_type.name] = text
+        if item_type is _CUSTOM_CALL and not is_whole:
+            self._is_broken = True
+            return
+        done: dict[str, Any] = {**self._at, item_type.name: text}
+        if item_type is _MESSAGE:
+            done["logprobs"] = self._logprobs
+        if item_type is _CALL:
+            done["name"] = item["name"]
+        yield self._event(f"{item_type.text}.done", **done)
+        if item_type.part:
+            yield self._event(f"{item_type.part}.done", **self._at, part=self._part(text))
+        yield self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._type.part_type, "text": text}
+        if self._type is _MESSAGE:
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part

@@ -85,7 +85,7 @@ class FreeformInput:
 logger = logging.getLogger(__name__)
 
 _PLAIN_NAMESPACE = "functions"
-_left_out: set[str] = set()  # types of tools that the log has named
+_left_out: set[str] = set()  # the types of tools that the log has named
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class ResponseTools:
     """
 
     def __init__(self, definitions: Any, items: Any, choice: Any, parallel: bool) -> None:
-        """definitions: `tools`.  items: `input`, which may hold more of them (additional_tools).
-        choice: `tool_choice`.  Raises ApiError (400)."""
+        """definitions: the field `tools`.  items: the field `input`, which may hold more tools
+        (additional_tools).  choice: the field `tool_choice`.  Raises ApiError (400)."""
         self.tools: dict[str, Tool] = {}
         self.callees: dict[str, Callee] = {}
         self.definitions: list[Mapping[str, Any]] = []
@@ -142,7 +142,7 @@ class ResponseTools:
         self.definitions.append(definition)
 
     def _add_callable(self, definition: Any, namespace: str | None, where: str) -> bool:
-        """False: left out."""
+        """Add a tool that a model can call; False if the tool is left out."""
         kind = required_type(definition, where)
         if kind not in _TOOLS:
             if kind not in _left_out and len(_left_out) < 100:
@@ -175,7 +175,7 @@ class ResponseTools:
 
 
 def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
-    """A function of one string; the string's description has the tool's grammar, if any."""
+    """A function of one string, whose description has the tool's grammar if there is one."""
     format_ = optional(definition, "format", dict, where) or {}
     about = "The whole input of the tool, as plain text."
     if format_.get("type") == "grammar":

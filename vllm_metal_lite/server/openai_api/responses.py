@@ -1,6 +1,7 @@
 """`/v1/responses`, without a store: each request brings the whole conversation as input items."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +12,6 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.content import function_call, result_text, text_of, tool_message
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
-from vllm_metal_lite.server.deltas import Positions
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
@@ -43,7 +43,7 @@ def input_messages(items: Any, instructions: str | None) -> list[Message]:
 
 
 class _History:
-    """Messages so far.  Items of one turn of the assistant become one message."""
+    """Collects messages.  The items of one turn of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class _History:
         self._other(tool_message(item, "call_id", "output", self._names, where))
 
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        """Thoughts that the client can read; encrypted ones are no text."""
+        """Add thoughts that the client can read.  Encrypted thoughts have no text."""
         for name in "content", "summary":
             if parts := item.get(name):
                 thoughts = [self._reasoning, text_of(parts, f"{where}.{name}")]
@@ -98,14 +98,14 @@ class _History:
         self._assistant(calls=True).setdefault("tool_calls", []).append(call)
 
     def _said(self, text: str) -> None:
-        """Text after calls joins their message, because outputs must directly follow the calls."""
+        """Add text.  After calls it joins their message: outputs must follow calls directly."""
         last = self.messages[-1] if self.messages else {}
         follows_calls = bool(last.get("tool_calls")) and not self._reasoning
         message = last if follows_calls else self._assistant()
         message["content"] = "\n".join(filter(None, [message["content"], text]))
 
     def _assistant(self, calls: bool = False) -> dict[str, Any]:
-        """The message that text, or calls, of the assistant belong to."""
+        """The message that the assistant's text or calls belong to; a new one if needed."""
         last = self.messages[-1] if self.messages else {"role": ""}
         if self._reasoning or not calls or last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
@@ -132,8 +132,8 @@ _ITEMS = {
 
 
 def _is_hosted(kind: str) -> bool:
-    """Whether items of this type are no messages: tools, and calls of tools that the API's host
-    offers, with their outputs (`web_search_call`, `local_shell_call_output`, `mcp_list_tools`)."""
+    """Whether items of this type are not for the model: additional tools, and the calls and outputs
+    of tools that the API's host offers (`web_search_call`, `local_shell_call_output`, ...)."""
     is_call = kind.endswith(("_call", "_call_output", "tool_search_output"))
     return is_call or kind.startswith("mcp_") or kind == "additional_tools"
 
@@ -142,7 +142,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class ReasoningOptions(BaseModel):
-    """effort: a variable of the chat template.  summary: thoughts are shown as a summary."""
+    """effort: a variable of the chat template.  summary: if set, thoughts are shown as summary."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -150,13 +150,9 @@ class ReasoningOptions(BaseModel):
     summary: str | None = None
     generate_summary: str | None = None  # the older name
 
-    @property
-    def shows_summary(self) -> bool:
-        return (self.summary or self.generate_summary or "none") != "none"
-
 
 class ResponsesRequest(SamplingFields):
-    """Fields that no method reads have no effect; `echo` repeats some."""
+    """Fields that no method reads have no effect.  `echo` repeats some of them in the response."""
 
     input: Any
     instructions: str | None = None
@@ -196,7 +192,7 @@ class ResponsesRequest(SamplingFields):
         return {**super().sampling(), "logprobs": (self.top_logprobs or 0) if scored else None}
 
     def echo(self, model: str, params: SamplingParams, tools: ResponseTools) -> dict[str, Any]:
-        """Fields of the response that repeat the request, with the values that are in effect."""
+        """The fields of the response that repeat the request, with the values in effect."""
         return {
             "model": model,
             "instructions": self.instructions,
@@ -232,13 +228,10 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     conversation = ChatRequest(messages, tools=given, choice=choice, effort=effort)
     request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0
-
-    def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
-        found = chat_logprobs(token_ids, positions, top=top, names=names)
-        return [] if found is None else found["content"]
-
+    scores = partial(chat_logprobs, top=top, names=names)
     echo = body.echo(serving.model_name, request.params, tools)
-    reply = ResponseReply(request, deltas, tools.callees, reasoning.shows_summary, echo, scores)
+    with_summary = (reasoning.summary or reasoning.generate_summary or "none") != "none"
+    reply = ResponseReply(request, deltas, tools.callees, with_summary, echo, scores)
     if body.stream:
         return serving.stream(reply.stream(), reply.keep_alive)
     whole = await reply.whole()

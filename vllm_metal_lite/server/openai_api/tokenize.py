@@ -35,8 +35,7 @@ class DetokenizeRequest(Body):
 async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
     model = serving.model
     if body.messages is not None:
-        prompt = await render(model, body.conversation(body.messages), to_run=False)
-        token_ids = prompt.token_ids
+        token_ids, _ = await render(model, body.conversation(body.messages), to_run=False)
     else:
         special = body.add_special_tokens is not False
         token_ids = await offload(encode_prompt, model, body.prompt or "", special)

@@ -11,33 +11,33 @@ from typing import Any
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
+from vllm_metal_lite.server.model_text import ModelFacts, ModelText
 from vllm_metal_lite.server.offload import REQUESTER, offload
-from vllm_metal_lite.server.text_model import ModelFacts, TextModel
 from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
-from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, AnswerUpdate, EngineLost
+from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, Delta, EngineLost
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
 
-_STUCK_SECONDS = 120.0  # without a message while requests run; compiling takes a minute
+_STUCK_SECONDS = 120.0  # a longer silence while requests run is an error; compiling takes a minute
 
 
 class EngineClient:
-    """An engine in a process of its own.  Use from one event loop.
+    """An engine in a process of its own.  Only one event loop may use the client.
 
     metrics: the latest `LLMEngine.metrics()`, at most half a second old while steps run.
-    pid: the process's id.  why_ended: one line, once `ended` is set.
+    pid: the id of the process.  why_ended: the reason in one line, once `ended` is set.
     """
 
-    model: TextModel
+    model: ModelText
 
     def __init__(self, name: str, check: EngineConfig | None) -> None:
-        """Start the process.  `start` also loads the model.  check: see there."""
+        """Start the process.  `start` also loads the model, and explains `check`."""
         self.metrics: dict[str, int] = {}
         self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
-        self._num_answers = 0  # of these
+        self._num_answers = 0  # the answers of `requests`
         self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.not_finite = False  # the model has computed NaN or infinity for a request
         self.ended = asyncio.Event()  # the process has ended
@@ -58,8 +58,9 @@ class EngineClient:
     ) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason.
 
-        configure: gets the size of the weight files in bytes, once they are on this machine.
-        check: find out first, without weights, whether the model can be loaded with these options.
+        configure: a function that gets the size of the weight files in bytes, once they are on this
+        machine, and returns the options.
+        check: options with which a first look, without weights, tells whether the model can load.
         """
         client = cls(name, check)
         try:
@@ -68,11 +69,11 @@ class EngineClient:
             client._link.send(config)
             loading = offload(load_tokenizer_only, path, config.trust_remote_code)
             tokenizer, facts = await asyncio.gather(loading, client._facts)
-            client.model = TextModel(facts, tokenizer)
+            client.model = ModelText(facts, tokenizer)
             await offload(lambda: client.model.longest_token)
         except BaseException as e:
             client._is_stopping = True
-            client._link.kill()  # it holds nothing yet that is worth a proper end
+            client._link.kill()  # the process holds nothing yet that needs a proper end
             await client.ended.wait()
             if isinstance(e, EngineLost):
                 raise ModelLoadError(str(e)) from None
@@ -97,7 +98,7 @@ class EngineClient:
     async def generate(
         self, add: Add, on_update: Callable[[RequestState, float], None] | None = None
     ) -> AsyncIterator[RequestState]:
-        """Yields an accepted request, in its fair round.  Leaving the block ends the request.
+        """Yields a request that the engine has accepted.  Leaving the block ends the request.
 
         on_update: see RequestState.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
@@ -149,7 +150,7 @@ class EngineClient:
         self._link.send((method, args))
 
     def _drop(self, request_id: str) -> RequestState | None:
-        """Forget a request that ends, unless that is done."""
+        """Forget a request that ends, unless it is forgotten already."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._num_answers -= request.params.n
@@ -160,7 +161,7 @@ class EngineClient:
         self._replies[key] = reply = asyncio.get_running_loop().create_future()
         return reply
 
-    # What the process calls
+    # The process calls the methods below.
 
     def _take(self, message: tuple[str, tuple[Any, ...]]) -> None:
         self._heard_at = time.monotonic()
@@ -168,27 +169,38 @@ class EngineClient:
         getattr(self, method)(*args)
 
     def replied(self, key: str, value: Any = None) -> None:
-        """`key`: a request that is queued or whose grammar is made, or a stage of the start."""
+        """Answer a call.
+
+        key: the id of a request that is queued or whose grammar is made, or FILES or FACTS.
+        """
         reply = self._replies.pop(key, None)
         if reply is not None and not reply.done():  # done: no caller waits any longer
             reply.set_result(value)
 
     def failed(self, keys: Iterable[str], error: Exception) -> None:
-        """An error ends requests, or the start."""
+        """End requests, or the start, with an error.  keys: as in `replied`."""
         for key in keys:
             if request := self._drop(key):
                 request.fail(error)
             reply = self._replies.pop(key, None)
             if reply is not None and not reply.done():
                 reply.set_exception(error)
-                reply.exception()  # perhaps no caller waits for it
+                reply.exception()  # if no caller waits for the reply, asyncio must not warn
 
-    def stepped(self, updates: dict[str, list[AnswerUpdate]]) -> None:
-        """A step has brought these updates, by request id."""
-        for request_id, of_request in updates.items():
+    def prefilled(self, request_id: str, *prefill: Any) -> None:
+        """Record the results of a request's prompt.  Comes before the request's first deltas.
+
+        prefill: the arguments of `RequestState.prefilled`.
+        """
+        if (request := self.requests.get(request_id)) is not None:
+            request.prefilled(*prefill)
+
+    def stepped(self, news: dict[str, list[Delta]]) -> None:
+        """Record the deltas of a step.  news: by request id."""
+        for request_id, deltas in news.items():
             request = self.requests.get(request_id)
             if request is not None:
-                request.take(of_request)
+                request.take(deltas)
                 if request.finished:
                     self.not_finite |= request.not_finite
                     self._drop(request_id)
@@ -197,7 +209,7 @@ class EngineClient:
         self.metrics = metrics
 
     def logged(self, level: int, message: str, transient: bool) -> None:
-        """A record of the package's log.  transient: a line of progress, not for log files."""
+        """Log a record of the process.  transient: the record is progress, not for log files."""
         logger.log(level, message, extra={"transient": transient})
 
     def _end(self, why: str) -> None:

@@ -16,7 +16,7 @@ class FairRounds:
         self._served = 0  # the first round with unfinished requests
 
     def next_round(self, client: Hashable) -> int:
-        """The round of a client's next request, which is unfinished until `end`."""
+        """The round of a client's next request.  The request is unfinished until `end`."""
         if not self._unfinished:
             self._last.clear()
             self._served = 0

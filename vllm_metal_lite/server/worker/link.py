@@ -21,14 +21,14 @@ from vllm_metal_lite.server.worker import process
 
 logger = logging.getLogger("vllm_metal_lite")
 
-STOP_SECONDS = 3  # then a process that should end is killed
+STOP_SECONDS = 3  # a process that should end is killed after this time
 
 
 class Link:
     """Starts the process of `process.main`.
 
-    take: gets each message of the process, in the event loop.
-    end: is called last, in the event loop, with why the process has ended, in one line.
+    take: a function that gets each message of the process, in the event loop.
+    end: a function that is called last, in the event loop, with one line: why the process ended.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Link:
         threading.Thread(target=self._read, name=f"from {name}", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Never waits.  After the process's end a message is lost."""
+        """Queue a message; never waits.  A message after the process's end is lost."""
         self._outbox.put(message)
 
     def kill(self) -> None:
         with suppress(ValueError):  # it has ended
             self._process.kill()
 
-    # On threads
+    # The methods below run on threads.
 
     def _write(self) -> None:
         try:
@@ -74,7 +74,7 @@ class Link:
             pass  # the process has ended
         except Exception:
             logger.exception("a message to the engine's process cannot be sent")
-            self.kill()  # or later messages would wait forever
+            self.kill()  # otherwise later messages would wait forever
 
     def _read(self) -> None:
         try:
@@ -109,7 +109,7 @@ def _signals_blocked() -> Iterator[None]:
     Ctrl-C in a terminal and a service manager's SIGTERM reach all processes of the server, and the
     server decides when an engine ends.
     """
-    resource_tracker.ensure_running()  # whose start would let SIGINT through again
+    resource_tracker.ensure_running()  # if it started later, its start would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -1,25 +1,26 @@
 """The messages between the server and an engine's process, over a pipe.
 
 A message is a call: the name of a method of the other side, and its arguments.  `Worker` and
-`EngineClient` list these methods.  The exception is the first message to the process, the engine's
-EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes of a machine share.
+`EngineClient` list these methods.  Only the first message to the process is no call: it is the
+engine's EngineConfig.  Every time is in seconds of `time.monotonic`, which all processes of a
+machine share.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
+from vllm_metal_lite.chat_formats.events import Event
 from vllm_metal_lite.engine.pooling import ONE_TOKEN
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# Names of the values that `EngineClient.replied` gets while the engine starts.  FILES: the folder
-# with the model's files, and the size of the weight files in bytes.  FACTS: ModelFacts, once the
-# engine is ready.
+# Names of the values that `EngineClient.replied` gets while the engine starts.  FILES names the
+# folder of the model and the size of its weight files in bytes.  FACTS names the ModelFacts,
+# which come once the engine is ready.
 FILES, FACTS = "files", "facts"
+_MANY = 256  # deltas that are kept apart; a delta of one token takes as much memory as ten tokens
 
 
 class EngineLost(RuntimeError):
@@ -30,7 +31,11 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A request for the engine.  fair_round: within a priority, see `fair_rounds.py`."""
+    """A request for the engine.
+
+    fair_round: the order of requests of one priority, see `fair_rounds.py`.
+    checkpoints: see `conversations.Rendered`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -46,46 +51,61 @@ class Add:
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
 
 
-class PositionLogprobs(NamedTuple):
-    """The log-probabilities of a position, without texts: lists are pickled fast."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int | None]
+# The log-probabilities of a position: (token id, log-probability, rank) of the sampled token, then
+# of the most likely ones.  Tuples are pickled fast.
+Position = list[tuple[int, float, int]]
 
 
-def to_wire(position: dict[int, Logprob]) -> PositionLogprobs:
-    entries = position.values()
-    return PositionLogprobs(list(position), [e.logprob for e in entries], [e.rank for e in entries])
+def to_wire(position: dict[int, Logprob]) -> Position:
+    return [(token, entry.logprob, entry.rank or 0) for token, entry in position.items()]
 
 
-def from_wire(scores: PositionLogprobs, text_of: Callable[[int], str]) -> dict[int, Logprob]:
-    """text_of: the text of a token."""
-    entries = zip(*scores, strict=True)
-    return {token: Logprob(value, rank, text_of(token)) for token, value, rank in entries}
-
-
-class AnswerUpdate(NamedTuple):
+class Delta(NamedTuple):
     """The new part of an answer.
 
-    text: new text of a request with stop strings; None for others, whose text the server makes from
-    the tokens.
-    num_shown_tokens: number of a finished answer's tokens that its text shows; None: see `text`.
-    logprobs: one entry for each of token_ids, if asked for.
-    Only the request's first update has the rest.  scheduled_at: when its first step was launched.
-    prompt_logprobs: all of them.  pooled: a pooling request's result.
+    The engine's process sends the first fields.  The server adds `events` and
+    `num_reasoning_tokens`, and replaces some others, when a reader takes the delta.
+
+    choice: the number of the answer in its request; for a reader, in the reply.
+    text: the new text.  None over the pipe, unless the engine searches for stop strings: the server
+    makes the text from the tokens.
+    finish_reason: as in CompletionOutput.  A reader also gets "tool_calls", and None for an answer
+    that fails.
+    num_shown_tokens: how many tokens of a finished answer its text shows; None: see `text`.
+    logprobs: one entry for each of token_ids, if the request asks for them.
+    events: the parsed text; text that may become a marker is held back.
+    num_reasoning_tokens: all new tokens if any of them belongs to thoughts, else 0.
     """
 
-    answer_index: int
+    choice: int
     token_ids: list[int]
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_shown_tokens: int | None = None
     error: str | None = None
-    logprobs: list[PositionLogprobs] | None = None
-    scheduled_at: float | None = None
-    num_cached_tokens: int | None = None
-    num_restored_tokens: int = 0
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    pooled: np.ndarray | None = None
+    logprobs: list[Position] | None = None
+    events: Sequence[Event] = ()
+    num_reasoning_tokens: int = 0
+
+
+def add_delta(deltas: list[Delta], delta: Delta) -> None:
+    """Add a delta to earlier ones of its answer.  Now and then they become one, to save memory."""
+    deltas.append(delta)
+    if len(deltas) > _MANY:
+        deltas[:] = [joined(deltas)]
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of an answer as one."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return last
+    has_scores = first.logprobs is not None
+    return last._replace(
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        text=None if first.text is None else "".join(delta.text or "" for delta in deltas),
+        logprobs=[p for delta in deltas for p in delta.logprobs or ()] if has_scores else None,
+        events=[event for delta in deltas for event in delta.events],
+        num_reasoning_tokens=sum(delta.num_reasoning_tokens for delta in deltas),
+    )

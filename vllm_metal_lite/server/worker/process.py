@@ -20,6 +20,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import constraint_of
+from vllm_metal_lite.engine.step_loop import run_steps
 from vllm_metal_lite.errors import BusyError, MetalLiteError, ModelLoadError, RequestError, one_line
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import weight_files
@@ -27,9 +28,9 @@ from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.offload import GRAMMARS
 from vllm_metal_lite.server.output import never_waiting
-from vllm_metal_lite.server.text_model import ModelFacts
 from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost
 from vllm_metal_lite.server.worker.progress import Progress
 from vllm_metal_lite.server.worker.watch import Watcher
@@ -105,27 +106,27 @@ class Worker:
 
     def run(self) -> None:
         """Serve until `stop`.  EOFError if the server is gone, SystemExit if the device is."""
-        engine = self._engine
         self._report([])  # the first metrics
-        while True:
-            while not engine.has_unfinished_requests() or self._pipe.poll():
-                while engine.rest() and not self._pipe.poll():
-                    pass
-                while not self._pipe.poll(self._watcher.wait()):
-                    self._show()
-                method, args = self._pipe.recv()
-                self._watcher.changed()
-                getattr(self, method)(*args)
-                if self._is_stopped:
-                    return
-            try:
-                outputs = engine.step()
-            except Exception as e:
-                self._fail(e)
-                continue
-            self._report(outputs)
-            if self._watcher.wait() == 0:
-                self._show()
+        run_steps(
+            self._engine,
+            has_call=self._pipe.poll,
+            take_call=self._take_call,
+            deliver=self._deliver,
+            fail=self._fail,
+        )
+
+    def _take_call(self) -> bool:
+        while not self._pipe.poll(self._watcher.wait()):
+            self._show()
+        method, args = self._pipe.recv()
+        self._watcher.changed()
+        getattr(self, method)(*args)
+        return not self._is_stopped
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        self._report(outputs)
+        if self._watcher.wait() == 0:
+            self._show()
 
     # What the server calls
 
@@ -134,10 +135,8 @@ class Worker:
         engine, request_id = self._engine, add.request_id
         prompt = {"prompt_token_ids": add.prompt_token_ids, "cache_salt": add.cache_salt}
         try:
-            engine.add_request(
-                request_id, prompt, add.params,
-                priority=add.priority, fair_round=add.fair_round, checkpoints=add.checkpoints,
-            )  # fmt: skip
+            order = {"priority": add.priority, "fair_round": add.fair_round}
+            engine.add_request(request_id, prompt, add.params, checkpoints=add.checkpoints, **order)
         except Exception as e:
             self._refuse(request_id, e)
         else:
@@ -185,18 +184,16 @@ class Worker:
         self._grammars.pop(request_id, None)
         self._server.call("failed", [request_id], e)
 
-    def _fail(self, e: Exception) -> None:
+    def _fail(self, lost: list[str], e: Exception) -> None:
         """End the requests at fault for a failed step; SystemExit if no step succeeds."""
-        why = f"a step of the engine failed: {one_line(e)}"
-        if lost := self._engine.requests_at_fault:
-            self._engine.abort(lost)
+        if lost:
             for request_id in lost:
                 self._progress.pop(request_id, None)
+            why = f"a step of the engine failed: {one_line(e)}"
             self._server.call("failed", lost, EngineLost(why))
         if self._engine.failed_steps.is_hopeless:
             logger.error("several steps failed one after the other, so the engine ends")
             raise SystemExit(1) from e
-        self._report([])
 
     def _show(self) -> None:
         self._server.call("on_event", self._watcher.event())
@@ -211,9 +208,13 @@ class Worker:
     def _report(self, outputs: list[RequestOutput]) -> None:
         updates = {}
         for output in outputs:
-            updates[output.request_id] = self._progress[output.request_id].news(output)
+            request_id = output.request_id
+            progress = self._progress[request_id]
+            if progress.is_new:
+                self._server.call("prefilled", request_id, *progress.prefill(output))
+            updates[request_id] = progress.news(output)
             if output.finished:
-                del self._progress[output.request_id]
+                del self._progress[request_id]
         now = time.monotonic()
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
             self._metrics_at = now

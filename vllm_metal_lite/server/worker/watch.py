@@ -18,17 +18,17 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 _SECONDS = 0.25  # least time between events
-_PATIENCE = 200  # least time between events, in costs of an event
-_MAX_STEPS = 100  # the latest steps of an event
-_MAX_WAITING = 100  # the first requests of the queue
-_MAX_CELLS, _ROUND = 1024, 256  # cells of the map; it shows a multiple of _ROUND blocks
+_PATIENCE = 200  # least time between events, as a multiple of an event's cost
+_MAX_STEPS = 100  # an event shows at most this many of the latest steps
+_MAX_WAITING = 100  # an event shows at most this many waiting requests
+_MAX_CELLS, _ROUND = 1024, 256  # most cells of the map; it shows a multiple of _ROUND blocks
 
 # Codes of cells; a code > 0 is the number of the request that alone owns the block.
 FREE, CACHED, SHARED = 0, -1, -2
 
 
 class Watcher:
-    """Makes events of an engine while it is watched.  `on_step` is the engine's."""
+    """Makes events of an engine while it is watched.  The engine calls `on_step`."""
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
@@ -41,42 +41,42 @@ class Watcher:
     def watch(self, seconds: float) -> None:
         """Make events for the next `seconds`.  The next one is due at once."""
         now = self._clock()
-        if now > self._until:  # there was no watcher
+        if now > self._until:  # nobody watched until now
             self._steps.clear()
             self._num_preemptions = _preemptions(self._requests())
         self._until = now + seconds
         self._has_news = True
 
     def changed(self) -> None:
-        """Something changed that was not a step, such as a request that waits or left."""
+        """Note a change that is not a step, such as a request that was queued or has left."""
         self._has_news = self._clock() < self._until
 
     def on_step(self, output: SchedulerOutput) -> None:
-        """A step is complete."""
+        """Note that a step is complete."""
         now = self._clock()
         if now < self._until:
-            # With one step submitted ahead, the device starts a step when the last one ends.
+            # One step is submitted ahead, so the device starts a step when the one before ends.
             self._steps.append((output, max(output.launched_at, self._step_end), now))
             self._has_news = True
         self._step_end = now
 
     def wait(self) -> float | None:
-        """Seconds until the next event is due; None: nothing is to be told."""
+        """Seconds until the next event is due; None if there is nothing to tell."""
         now = self._clock()
         if not self._has_news or now >= self._until:
             return None
         return max(self._next_at - now, 0.0)
 
     def event(self) -> str:
-        """New events, as JSON.
+        """The next event, as JSON.
 
-        time: seconds since the watcher was made, as all times here.
+        time: seconds since the watcher was made, like all times of an event.
         steps: the steps completed since the last event, at most the last `_MAX_STEPS`.  Each has
             its start `t`, its duration `ms`, and `segments` of (request number, tokens, context
             before them).  Decodes come first; `decodes` is their number.
-        num_steps: the engine's steps so far.
-        requests: those with a seat, and the first `_MAX_WAITING` that wait.
-        preempted: numbers of the requests preempted since the last event.
+        num_steps: how many steps the engine has run so far.
+        requests: the running requests, and the first `_MAX_WAITING` that wait.
+        preempted: the numbers of the requests that were preempted since the last event.
         blocks: see `block_map`.  metrics: LLMEngine.metrics().
         """
         start = self._clock()
@@ -112,7 +112,7 @@ class Watcher:
         }
 
     def _step(self, output: SchedulerOutput, start: float, end: float) -> dict[str, Any]:
-        # Behind `num_decodes`, decodes with drafts lie among the chunks.
+        # The scheduler puts decodes with drafts among the chunks; here they come first.
         segments = sorted(output.segments, key=lambda segment: segment.is_prompt)
         return {
             "t": round(start - self._started, 4),
@@ -148,18 +148,18 @@ def _request(request: Request, state: str) -> dict[str, Any]:
 def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
     """The blocks of the first KV group, in order of their ids, as runs of [code, cells].
 
-    mapped: blocks that the runs show, up to the last one in use; later ones are free.  per_cell:
-    blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
+    mapped: how many blocks the runs show, up to the last one in use; later blocks are free.
+    per_cell: how many blocks a cell shows, by the highest of their codes.
+    counts: how many blocks of each kind there are.
     """
-    pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]
+    pool = engine.scheduler.kv.pools[0]
     # Owners by number, so that a cell of several blocks can show the highest: free, cached, shared,
     # then requests.
     owners = np.zeros(pool.num_blocks, np.int32)
     owners[pool.cached_blocks()] = 1
     for request in running:
-        if request.req_index is not None:
-            first, end = request.block_tables[0].num_given_back, request.num_blocks
-            blocks = tables[request.req_index, first:end]
+        if request.block_tables:
+            blocks = request.block_tables[0].owned
             owners[blocks] = np.where(owners[blocks] > 1, 2, number(request) + 2)
     free, cached, shared, owned = np.bincount(np.minimum(owners, 3), minlength=4).tolist()
     end = int(np.flatnonzero(owners)[-1]) + 1 if free < pool.num_blocks else 1

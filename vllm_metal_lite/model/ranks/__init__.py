@@ -1,1 +1,0 @@
-"""The part of a model that one rank of several has."""

@@ -1,1 +1,0 @@
-"""Runs modules that need sequences instead of packed rows."""
