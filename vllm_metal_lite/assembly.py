@@ -1,8 +1,8 @@
 """Assembles an engine's parts, and a runner for the vLLM plugin, on this device.
 
 This file alone brings the optional rooms to the core.  A room that is not installed is left out:
-without `checks` the kernels are trusted, without `fusion` nothing is fused, and without
-`prefix_disk` nothing is kept on the disk.
+without `checks` the kernels are trusted, without `fusion` nothing is fused, without `prefix_disk`
+nothing is kept on the disk, and without `images` no model sees.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner.memory import size_store
+from vllm_metal_lite.runner.pictures import NoEyes
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.runner.step_path import StepPath
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -33,11 +34,14 @@ class Parts(NamedTuple):
     scheduler: Scheduler
     runner: ModelRunner
     prefix_disk: NoPrefixDisk
+    eyes: NoEyes = NoEyes("this engine takes no pictures")
 
 
 def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     """Size the store, and build the parts around it.  Raises OutOfMemoryError and ConfigError."""
-    groups, max_model_len, num_state_slots = size_store(model, config)
+    eyes = _eyes(model)
+    held = replace(model, weight_bytes=model.weight_bytes + eyes.num_bytes)
+    groups, max_model_len, num_state_slots = size_store(held, config)
     backend.set_memory_limits()
     states = model.packed.state_store(num_state_slots)
     store = PagedStore(model.kv_specs, groups, config.block_size, states=states)
@@ -56,7 +60,17 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     # Before fusion, which changes the weights that identify the model to the folder.
     prefix_disk = _prefix_disk(model, scheduler, store)
     sampler = Sampler(config.max_num_seqs, model.vocab_size)
-    return Parts(scheduler, build_runner(model, store, sampler, config.attention), prefix_disk)
+    runner = build_runner(model, store, sampler, config.attention)
+    return Parts(scheduler, runner, prefix_disk, eyes)
+
+
+def _eyes(model: LoadedModel) -> NoEyes:
+    """The model's vision tower, with its weights."""
+    with _if_installed("images"):
+        from vllm_metal_lite.images.eyes import attach
+
+        return attach(model)
+    return NoEyes("this installation takes no pictures")
 
 
 def _prefix_disk(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> NoPrefixDisk:

@@ -161,7 +161,7 @@ def conversation(rng: random.Random) -> tuple[list[np.ndarray], list[tuple[str, 
 
 
 class Data:
-    """Batches: token ids, which of them are answers, pictures, and the row of each picture token."""
+    """Batches: token ids, which of them are answers, the row of each picture token, pictures."""
 
     def __init__(self, tokens: Tokenizer, processor: Processor, seed: int) -> None:
         self.tokens, self.processor, self.rng = tokens, processor, random.Random(seed)

@@ -11,7 +11,8 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import DeviceBatch, StepPictures
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import NO_FEATURE, PAD_SLOT, ForwardBatch, PictureRows
+from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
+from vllm_metal_lite.batch.pictures import NO_FEATURE, PictureRows
 
 
 def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:

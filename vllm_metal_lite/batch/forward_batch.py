@@ -1,9 +1,10 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from vllm_metal_lite.batch.pictures import PictureRows
 
 PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 
@@ -12,9 +13,6 @@ UNKNOWN_TOKEN = -1
 
 # In draft_token_ids: no draft follows this row.
 NO_DRAFT = -1
-
-# In PictureRows.rows: a row of text.
-NO_FEATURE = -1
 
 # The initial state slot of a segment that starts from zeros.
 EMPTY_SLOT = -1
@@ -46,35 +44,6 @@ class PooledRows:
     segments: np.ndarray
     ranges: np.ndarray
     samples_nothing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PictureRows:
-    """The rows of a step that pictures change.
-
-    rows: (N,) int32, the row of the features that replaces a token's embedding, or NO_FEATURE.
-    features: (F, hidden_size), on the device, before the model scales embeddings.  deep: arrays of
-    the same rows, one for each of the first layers, which are added to the layer's result.
-    axes: (3, N) int32, positions for the rotation by time, row and column, or None: each row is
-    rotated by one position.
-    spans: (N, 2) int32, start and end of the positions that a row sees beside those before it, or
-    None: rows see only what comes before.  only_windowed: only layers with a window see spans.
-    """
-
-    rows: np.ndarray
-    features: Any
-    deep: tuple[Any, ...] = ()
-    axes: np.ndarray | None = None
-    spans: np.ndarray | None = None
-    only_windowed: bool = False
-
-    def spans_of(self, window: int | None) -> np.ndarray | None:
-        """The spans that rows of a layer with this window see."""
-        return None if self.only_windowed and window is None else self.spans
-
-    def from_row(self, first: int) -> "PictureRows":
-        """Those of the rows from `first` on, for attention."""
-        return self if self.spans is None else replace(self, spans=self.spans[first:])
 
 
 @dataclass(frozen=True, slots=True)

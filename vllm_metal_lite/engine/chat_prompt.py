@@ -28,6 +28,7 @@ class ChatPrompt:
     model: the model's name, for errors.  with_checkpoints: whether to look for checkpoints.
     render: renders conversations; None: the template of `tokenizer` does.
     encode_text: makes token ids, as a PieceEncoder does; None: `tokenizer` makes them.
+    expand: adds the rows of pictures to a rendered text.
     """
 
     tokenizer: TokenizerWrapper | None
@@ -35,6 +36,7 @@ class ChatPrompt:
     with_checkpoints: bool
     render: Render | None = None
     encode_text: Callable[[str], list[int]] | None = None
+    expand: Callable[[str], str] = str
 
     def turn(
         self,
@@ -59,7 +61,9 @@ class ChatPrompt:
             _check_roles(tokenizer, messages)
             check_text("messages", messages)
             text = render(messages, add_generation_prompt, variables)
-            token_ids = encode_text(text) if isinstance(text, str) else None
+            if is_text := isinstance(text, str):
+                text = self.expand(text)
+            token_ids = encode_text(text) if is_text else None
         except RequestError:
             raise
         except Exception as e:  # templates raise any error, as for unknown roles
@@ -74,7 +78,7 @@ class ChatPrompt:
             token_ids,
             messages,
             add_generation_prompt,
-            lambda alike: render(alike, False, others),
+            lambda alike: self.expand(render(alike, False, others)),
             encode_text,
         )
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from vllm_metal_lite.assembly import Parts, assemble
@@ -42,8 +43,8 @@ class LLMEngine:
         self.config = config = _config_of(config)
         self.model = model.with_kv_bits(config.kv_bits)
         parts = parts or assemble(self.model, config)
-        self.scheduler, _, self.prefix_disk = parts
-        self.intake = Intake(self.model, self.max_model_len, config)
+        self.scheduler, _, self.prefix_disk, self.eyes = parts
+        self.intake = Intake(self.model, self.max_model_len, config, self.eyes)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self.in_flight = StepsInFlight(self.model, parts, self._answers)
@@ -82,14 +83,19 @@ class LLMEngine:
     def render_turn(
         self,
         messages: Sequence[Mapping[str, Any]],
+        pictures: Sequence[Any] = (),
         /,
         *,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> tuple[list[int], tuple[int, ...]]:
-        """(Token ids, `checkpoints`) of a conversation under the model's chat template."""
+        """(Token ids, `checkpoints`) of a conversation under the model's chat template.
+
+        pictures: those of its parts of type "image", in order, as `eyes.prepare` makes them.
+        """
         model, named = self.model, self.scheduler.kv.uses_checkpoints
-        prompt = ChatPrompt(model.tokenizer, model.name, with_checkpoints=named)
+        expand = partial(self.eyes.expand, pictures=pictures) if pictures else str
+        prompt = ChatPrompt(model.tokenizer, model.name, with_checkpoints=named, expand=expand)
         return prompt.turn(messages, add_generation_prompt, variables)
 
     def add_request(
@@ -105,8 +111,9 @@ class LLMEngine:
         """Queue a request.  RequestError, SamplingError and BusyError leave the engine as it was.
 
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
-        "cache_salt": only prompts of the same salt share blocks; and with "spans": (start, end) of
-        tokens that one step computes together, [(0, None)] for the whole prompt.
+        "cache_salt": only prompts of the same salt share blocks; with "spans": (start, end) of
+        tokens that one step computes together, [(0, None)] for the whole prompt; and with
+        "multi_modal_data": {"image": [...]}, see docs/images.md.
         params: by default `get_default_sampling_params`.  PoolingParams: the prompt is only read,
         and its finished output has `pooled`.
         priority: lower goes first, then the lower fair_round, which keeps a server fair.

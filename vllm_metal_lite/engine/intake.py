@@ -1,6 +1,7 @@
 """Makes the answers of a user's request, or refuses it."""
 
 from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm_metal_lite.engine.prompt_ids import (
     cache_salt,
     encode,
     is_list,
+    pictures_of,
     spans_of,
     tokenize,
 )
@@ -19,6 +21,7 @@ from vllm_metal_lite.errors import Option, RequestError, SamplingError, one_line
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
+from vllm_metal_lite.runner.pictures import NoEyes
 from vllm_metal_lite.sampling.masks import Constraint
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -28,8 +31,11 @@ from vllm_metal_lite.scheduler.request import Request
 class Intake:
     """Makes answers from users' arguments.  num_requests: how many requests were accepted."""
 
-    def __init__(self, model: LoadedModel, max_model_len: int, config: EngineConfig) -> None:
+    def __init__(
+        self, model: LoadedModel, max_model_len: int, config: EngineConfig, eyes: NoEyes
+    ) -> None:
         self._model, self._max_model_len, self._config = model, max_model_len, config
+        self._eyes = eyes
         self.num_requests = 0
 
     def answers(
@@ -55,12 +61,19 @@ class Intake:
         if params.stop_strings and model.tokenizer is None:
             raise RequestError("stop needs a tokenizer, and this model was loaded without one")
         bad_words = bad_words_of(params, model)
-        text, token_ids = tokenize(prompt, model.tokenizer, model.vocab_size)
+        prepared = self._eyes.prepare(items) if (items := pictures_of(prompt)) else []
+        expand = partial(self._eyes.expand, pictures=prepared)
+        text, token_ids = tokenize(prompt, model.tokenizer, model.vocab_size, expand)
         if pooling is not None and pooling.truncate_prompt_tokens is not None:
             ends = [] if text is None else encode("", model.tokenizer)
             token_ids = truncate(token_ids, pooling, self._max_model_len, ends)
         salt, positions = cache_salt(prompt), _check_checkpoints(checkpoints, len(token_ids))
         spans, arrival = spans_of(prompt, len(token_ids)), self.num_requests
+        pictures = self._eyes.place(token_ids, prepared) if prepared else None
+        if pictures is not None and pictures.spans:
+            if spans:
+                raise RequestError("a prompt whose pictures are spans takes no other spans")
+            spans = pictures.spans
         seed = params.seed if params.seed is not None else hash((self._config.seed, arrival))
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:
@@ -81,6 +94,7 @@ class Intake:
                 max_chunk=self._config.max_logits_rows // 2 if scores_prompt else 0,
                 checkpoint_positions=positions,
                 spans=spans,
+                pictures=pictures,
                 cache_salt=salt,
                 parent_id=request_id,
             )

@@ -89,7 +89,12 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, using the model's chat template."""
+        """Answer one conversation or a list of them, using the model's chat template.
+
+        Content may be a list of parts: {"type": "text", "text": ...}, and for a model that sees
+        {"type": "image_url", "image_url": {"url": "data:..."}} or {"type": "image_pil",
+        "image_pil": a picture}, see docs/images.md.
+        """
         kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
             raise RequestError(
@@ -99,9 +104,12 @@ class LLM:
         is_many = is_list(messages) and any(map(is_list, messages))
         many: Sequence[Any] = messages if is_many else [messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
-        turns = [self.engine.render_turn(m, **options) for m in many]
-        prompts = [{"prompt_token_ids": token_ids} for token_ids, _ in turns]
-        checkpoints = [positions for _, positions in turns]
+        prompts, checkpoints = [], []
+        for conversation in many:
+            rendered, pictures = self.engine.eyes.split(conversation)
+            token_ids, positions = self.engine.render_turn(rendered, pictures, **options)
+            prompts.append({"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}})
+            checkpoints.append(positions)
         return self.generate(prompts, sampling_params, checkpoints=checkpoints, use_tqdm=use_tqdm)
 
     def embed(

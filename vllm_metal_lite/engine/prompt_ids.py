@@ -4,7 +4,7 @@ Servers make token ids outside of the engine, so these functions need a tokenize
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from numbers import Integral
 from typing import Any
@@ -19,13 +19,17 @@ Prompt = str | list[int] | Mapping[str, Any]
 
 
 def tokenize(
-    prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size: int
+    prompt: Prompt,
+    tokenizer: TokenizerWrapper | None,
+    vocab_size: int,
+    expand: Callable[[str], str] = str,
 ) -> tuple[str | None, list[int]]:
     """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids" or
-    "prompt".  Raises RequestError for other types and for ids outside the vocabulary."""
+    "prompt".  expand: adds the rows of pictures to a text.  Raises RequestError for other types and
+    for ids outside the vocabulary."""
     text, ids = None, text_or_ids(prompt)
     if isinstance(ids, str):
-        text, ids = ids, encode(ids, tokenizer) if ids else []
+        text, ids = ids, encode(expand(ids), tokenizer) if ids else []
     if len(ids) == 0:
         raise RequestError("the prompt is empty: it must have at least one token")
     kinds = set(map(type, ids))
@@ -94,6 +98,20 @@ def check_salt(salt: Any) -> str | None:
         raise RequestError(Option("cache_salt"), f" must be a non-empty string, got {show(salt)}")
     check_text("cache_salt", salt)
     return salt
+
+
+def pictures_of(prompt: Prompt) -> list[Any]:
+    """The pictures in the "multi_modal_data" of a prompt, named as vLLM names them.  Raises
+    RequestError for anything but {"image": a picture or a list of them}."""
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if data is None:
+        return []
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        raise RequestError(
+            f'multi_modal_data must be {{"image": a picture or a list of them}}, got {show(data)}'
+        )
+    found = data.get("image")
+    return list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
 
 
 def spans_of(prompt: Prompt, num_tokens: int) -> tuple[Span, ...]:

@@ -12,6 +12,7 @@ from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.pictures import with_pictures
 from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.runner import StatesLost
@@ -35,7 +36,7 @@ class StepsInFlight:
         parts: Parts,
         answers: dict[str, Answer],
     ) -> None:
-        scheduler, runner, self._prefix_disk = parts
+        scheduler, runner, self._prefix_disk, self._eyes = parts
         config, kv = scheduler.config, scheduler.kv
         self.inputs = InputBatch(
             config.max_num_seqs, scheduler.max_model_len, config.block_size, len(kv.groups)
@@ -92,6 +93,7 @@ class StepsInFlight:
             answer.report_cached(self._prefix_disk.restored_tokens(request))
         batch = self.seats.pack(output)
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
+        batch = with_pictures(batch, [s.request.pictures for s in output.segments], self._eyes)
         scored = 0
         if len(batch.prompt_targets):
             asked = (self._answers[s.request.request_id].params for s in output.segments)

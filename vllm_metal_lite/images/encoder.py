@@ -1,7 +1,7 @@
 """The transformer of a vision tower.
 
 One class serves all families: they differ in norms, in the MLP, in the rotation, and in the names
-of their weights (towers.py).  A picture is one sequence of patches, and every patch sees all others.
+of their weights (towers.py).  A picture is one sequence of patches, and each patch sees all others.
 """
 
 from collections.abc import Callable

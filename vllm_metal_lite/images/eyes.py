@@ -1,21 +1,39 @@
 """The vision part of a loaded model: prepares pictures and computes their rows."""
 
+import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from mlx.utils import tree_flatten
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.families import Family, Prepared, completed, preprocess
+from vllm_metal_lite.batch.pictures import PlacedPictures
+from vllm_metal_lite.errors import RequestError, one_line
+from vllm_metal_lite.images.families import (
+    Family,
+    Prepared,
+    completed,
+    find_family,
+    preprocess,
+)
+from vllm_metal_lite.images.messages import read, split
 from vllm_metal_lite.images.pictures import Picture
+from vllm_metal_lite.images.positions import axis_of_frequency
+from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
-from vllm_metal_lite.runner.picture_table import Features
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.packed import Mode
+from vllm_metal_lite.runner.pictures import Features, NoEyes
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# The most pictures of one prompt.
+MAX_PICTURES = 100
 
 # Bytes of prepared pictures, and of rows, that are kept for later turns.
 PREPARED_BYTES = 256 << 20
@@ -78,24 +96,41 @@ class Processor:
         return scale / std, mean / std
 
 
-class Eyes:
+class Eyes(NoEyes):
     """Computes the rows of pictures; MLX arrays belong to the thread that uses the engine."""
 
     def __init__(self, processor: Processor, tower: Tower) -> None:
-        self.processor, self.tower = processor, tower
+        self.processor, self.tower, self.family = processor, tower, processor.family
         self._kept = ByBytes[Features](FEATURE_BYTES)
         self._scale, self._offset = (
             mx.array(values.astype(np.float32)) for values in processor.scale_and_offset
         )
+        parameters: Any = tree_flatten(tower.parameters())
+        weights = sum(value.nbytes for _, value in parameters)
+        self.num_bytes = weights + FEATURE_BYTES
+
+    def prepare(self, items: Any) -> list[Prepared]:
+        if len(items) > MAX_PICTURES:
+            raise RequestError(f"a prompt takes at most {MAX_PICTURES} pictures, got {len(items)}")
+        return [x if isinstance(x, Prepared) else self.processor(read(x)) for x in items]
+
+    def split(self, messages: Any) -> tuple[Any, list[Prepared]]:
+        rendered, items = split(messages)
+        return rendered, self.prepare(items)
+
+    def expand(self, text: str, pictures: Sequence[Prepared]) -> str:
+        return expand(text, self.family, pictures)
+
+    def place(self, token_ids: Sequence[int], pictures: Sequence[Prepared]) -> PlacedPictures:
+        return place(token_ids, self.family, pictures)
 
     def __call__(self, picture: Prepared) -> Features:
-        """The rows of a picture: kept ones, or those of the tower."""
+        """The features of a picture: kept ones, or those of the tower, which run with the step."""
         found = self._kept.get(picture.digest)
         if found is None:
             found = self.tower(self._normalised(picture.patches), picture.grid)
-            rows = found.rows.astype(mx.float32) / self.processor.family.embed_scale
+            rows = found.rows.astype(mx.float32) / self.family.embed_scale
             found = found._replace(rows=rows.astype(found.rows.dtype))
-            mx.eval(found)
             num_bytes = sum(a.nbytes for a in (found.rows, *found.deep))
             self._kept.put(picture.digest, found, num_bytes)
         return found
@@ -107,6 +142,40 @@ class Eyes:
         return x.reshape(patches.shape).astype(self.tower.dtype)
 
 
+def attach(model: LoadedModel) -> NoEyes:
+    """The eyes of a model, or the reason why it takes no pictures, which is logged once if the
+    model's files have a tower."""
+    name, folder = model.name, model.folder
+    try:
+        family = find_family(model.config)
+    except RequestError as e:
+        return NoEyes(f"{name} takes no pictures here: {e}")
+    if family is None:
+        return NoEyes(f"{name} takes text only")
+    try:
+        if folder is None or model.ranks.size > 1 or model.packed.mode is not Mode.PACKED:
+            raise ValueError("it is divided, loaded without its files, or not packed")
+        eyes = Eyes(Processor(family, folder), read_tower(family, folder, model.config))
+    except Exception as e:  # files of others fail in any way
+        reason = f"{name} takes no pictures here: {one_line(e)}"
+        logger.warning(reason)
+        return NoEyes(reason)
+    eyes.tower.set_dtype(model.dtype)
+    if family.rotates_by_grid:
+        sections = rotary_sections(model.config)
+        model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)
+    return eyes
+
+
+def rotary_sections(config: Mapping[str, Any]) -> list[int]:
+    """How many frequencies time, row and column have."""
+    text = config.get("text_config", config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if sections := (text.get(name) or {}).get("mrope_section"):
+            return list(sections)
+    raise ValueError("its configuration has no mrope_section")
+
+
 def read_tower(family: Family, folder: Path, config: Mapping[str, Any]) -> Tower:
     """The tower with its weights in a model's folder, which mlx-lm leaves out.
 
@@ -114,7 +183,7 @@ def read_tower(family: Family, folder: Path, config: Mapping[str, Any]) -> Tower
     """
     tensors: Weights = {}
     for path in sorted(folder.glob("*.safetensors")):
-        loaded = mx.load(str(path))  # lazy: only the headers are read
+        loaded: Any = mx.load(str(path))  # lazy: only the headers are read
         tensors |= {
             name: t for name, t in loaded.items() if name.startswith(family.tower.all_prefixes())
         }

@@ -99,7 +99,11 @@ def completed(config: Config) -> Config:
     except Exception:  # an unknown model, or a field that this version refuses
         return config
     parts = ("text_config", "vision_config")
-    return full | config | {name: (full.get(name) or {}) | config.get(name, {}) for name in parts}
+    return (
+        full
+        | dict(config)
+        | {name: (full.get(name) or {}) | config.get(name, {}) for name in parts}
+    )
 
 
 def has_tower(config: Config) -> bool:
@@ -173,7 +177,9 @@ def _gemma3(config: Config) -> Family:
         text_of,
         sees_whole_picture="all",
         # mlx-lm rounds it to bfloat16.
-        embed_scale=mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).item(),
+        embed_scale=float(
+            mx.array(config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).astype(mx.float32)
+        ),
     )
 
 
@@ -249,7 +255,7 @@ def cut(pixels: np.ndarray, patch: int) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _join(patches: np.ndarray, grid: tuple[int, int], k: int) -> np.ndarray:
-    """Patches (P, p * p * 3) -> k x k neighbours as one patch each, (P / k / k, k * p * k * p * 3)."""
+    """Patches (P, p * p * 3) -> (P / k / k, k * p * k * p * 3): k x k neighbours as one patch."""
     height, width = grid
     p = int((patches.shape[1] // 3) ** 0.5)
     parts = patches.reshape(height // k, k, width // k, k, p, p, 3).transpose(0, 2, 1, 4, 3, 5, 6)

@@ -28,7 +28,7 @@ def picture_of(rgb: np.ndarray) -> Picture:
     """A picture of decoded pixels."""
     shape = np.array(rgb.shape, np.int64).tobytes()
     digest = hashlib.blake2b(shape, digest_size=DIGEST_BYTES)
-    digest.update(np.ascontiguousarray(rgb))
+    digest.update(np.ascontiguousarray(rgb).data)
     return Picture(rgb, digest.digest())
 
 
@@ -39,15 +39,14 @@ def decode(data: bytes) -> Picture:
     MAX_PIXELS, which is not decoded.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ModuleNotFoundError:
         raise RequestError(
             "pictures need Pillow: install vllm-metal-lite with the extra 'images'"
         ) from None
     try:
         with Image.open(BytesIO(data), formats=_FORMATS) as image:
-            _check_size(*image.size)
-            return picture_of(_rgb(ImageOps.exif_transpose(image)))
+            return of_pillow(image)
     except RequestError:
         raise
     except Image.DecompressionBombError:
@@ -57,6 +56,14 @@ def decode(data: bytes) -> Picture:
             f"the picture of {len(data)} bytes cannot be decoded; it must be a whole file in one "
             f"of {', '.join(_FORMATS)}: {one_line(e)}"
         ) from e
+
+
+def of_pillow(image: Any) -> Picture:
+    """The picture of a Pillow image.  Raises RequestError for too many pixels."""
+    from PIL import ImageOps
+
+    _check_size(*image.size)
+    return picture_of(_rgb(ImageOps.exif_transpose(image)))
 
 
 def _check_size(width: int, height: int) -> None:

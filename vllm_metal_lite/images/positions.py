@@ -10,13 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def axes(
-    num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]]
-) -> tuple[np.ndarray, int]:
-    """(positions (3, num_tokens) int32, delta) of a prompt.
+def axes(num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The positions (3, num_tokens) int32 of a prompt.
 
     starts: the first token of each picture.  grids: (height, width) of its rows.
-    delta: a later token at position p is rotated by p + delta on every axis.
     """
     positions = np.empty((3, num_tokens), np.int32)
     token = at = 0
@@ -28,7 +25,7 @@ def axes(
         positions[:, start:token] = at + np.stack([np.zeros_like(row), row, column])
         at += max(height, width)
     positions[:, token:] = np.arange(at, at + num_tokens - token)
-    return positions, at - token
+    return positions
 
 
 def axis_of_frequency(num_frequencies: int, sections: Sequence[int]) -> np.ndarray:

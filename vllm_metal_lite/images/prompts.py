@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.families import Family, Prepared
 from vllm_metal_lite.images.positions import axes
-from vllm_metal_lite.runner.picture_table import PlacedPictures
 
 
 def expand(text: str, family: Family, pictures: Sequence[Prepared]) -> str:
@@ -34,10 +34,10 @@ def place(token_ids: Sequence[int], family: Family, pictures: Sequence[Prepared]
             f"{len(pictures)} pictures have {ends[-1]} rows"
         )
     starts = rows[np.append(0, ends[:-1])]
-    positions, delta = None, 0
+    positions = None
     if family.rotates_by_grid:
         grids = [picture.merged for picture in pictures]
-        positions, delta = axes(len(token_ids), starts.tolist(), grids)
+        positions = axes(len(token_ids), starts.tolist(), grids)
     spans: tuple[tuple[int, int], ...] = ()
     if family.sees_whole_picture:
         lasts = rows[ends - 1]
@@ -48,7 +48,6 @@ def place(token_ids: Sequence[int], family: Family, pictures: Sequence[Prepared]
         rows,
         ends,
         positions,
-        delta,
         spans,
         only_windowed=family.sees_whole_picture == "sliding",
     )

@@ -6,6 +6,7 @@ A tower is built from config.json, and its weights are renamed to the names here
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -13,7 +14,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.images.encoder import ACTIVATIONS, Encoder, EncoderConfig, gelu, gelu_tanh
-from vllm_metal_lite.runner.picture_table import Features
+from vllm_metal_lite.runner.pictures import Features
 
 Config = Mapping[str, Any]
 # Tensors by name.
@@ -21,7 +22,7 @@ Weights = dict[str, mx.array]
 
 
 class Tower(nn.Module):
-    """A vision tower.
+    """A vision tower, made from a completed config.json.
 
     prefixes, projector: where a checkpoint has the names of the tower, and of the part that leads
     to the language model.  names: regular expressions that turn these names into those here.
@@ -30,6 +31,9 @@ class Tower(nn.Module):
     prefixes: tuple[str, ...] = ()
     projector: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
 
     @classmethod
     def all_prefixes(cls) -> tuple[str, ...]:
@@ -43,7 +47,8 @@ class Tower(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.embed.weight.dtype
+        dtype: mx.Dtype = self.embed.weight.dtype
+        return dtype
 
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
         raise NotImplementedError
@@ -80,7 +85,7 @@ class QwenTower(Tower):
     )
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         vision = config["vision_config"]
         size, self.merge = vision["hidden_size"], vision["spatial_merge_size"]
         self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size)
@@ -132,7 +137,7 @@ class QwenTower(Tower):
         top, left = y.astype(np.int32), x.astype(np.int32)
         down, right = (np.minimum(at + 1, side - 1) for at in (top, left))
         dy, dx = y - top, x - left
-        total = None
+        total = mx.zeros(())
         for row, column, weight in (
             (top, left, (1 - dy) * (1 - dx)),
             (top, right, (1 - dy) * dx),
@@ -141,7 +146,7 @@ class QwenTower(Tower):
         ):
             value = self.pos_embed(mx.array(row * side + column))
             part = value * mx.array(weight)[:, None].astype(value.dtype)
-            total = part if total is None else total + part
+            total = total + part
         return total
 
 
@@ -175,7 +180,7 @@ class SiglipTower(Tower):
     )
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         vision, text = config["vision_config"], config["text_config"]
         size, heads = vision["hidden_size"], vision["num_attention_heads"]
         eps = vision.get("layer_norm_eps", 1e-6)
@@ -234,7 +239,7 @@ class PixtralTower(Tower):
     )
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         vision, text = config["vision_config"], config["text_config"]
         size, heads = vision["hidden_size"], vision["num_attention_heads"]
         self.head_dim = vision.get("head_dim") or size // heads
@@ -300,7 +305,7 @@ class Gemma4Tower(Tower):
     )
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         vision, text = config["vision_config"], config["text_config"]
         self.size = size = vision["hidden_size"]
         self.eps = vision.get("rms_norm_eps", 1e-6)
@@ -352,7 +357,7 @@ class Gemma4Embedder(Tower):
     names = ((r"^patch_dense\.", "embed."), (r"^embedding_projection\.", "projection."))
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         vision, text = config["vision_config"], config["text_config"]
         values, size = 3 * vision["model_patch_size"] ** 2, vision["mm_embed_dim"]
         self.eps = vision.get("rms_norm_eps", 1e-6)
@@ -425,4 +430,8 @@ def quantise(tower: Tower, weights: Weights, mode: str) -> None:
             continue
         inputs = layer.weight.shape[-1]
         size, bits = inputs // scales.shape[-1], 32 * weight.shape[-1] // inputs
-        nn.quantize(tower, size, bits, mode, class_predicate=lambda p, _, path=path: p == path)
+        nn.quantize(tower, size, bits, mode=mode, class_predicate=partial(_is_path, path))
+
+
+def _is_path(path: str, other: str, module: nn.Module) -> bool:
+    return path == other

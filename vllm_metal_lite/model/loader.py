@@ -49,6 +49,7 @@ class LoadedModel:
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
     config: config.json as mlx-lm completes it, with the code that comes with the model.
+    folder: the model's files; None for a model that was made in memory.
     """
 
     name: str
@@ -67,6 +68,7 @@ class LoadedModel:
     kv_bits: int | None = None
     no_answers: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
 
     @property
     def kv_specs(self) -> list[LayerSpec]:
@@ -155,6 +157,7 @@ def load(
             loaded,
             sampling_defaults=sampling_defaults(folder),
             no_answers=no_answers,
+            folder=folder,
             pooling=pooling_config(folder, name, tokenizer.get_vocab()),
             config={**config, "code": [file.read_bytes() for file in sorted(folder.glob("*.py"))]},
         )

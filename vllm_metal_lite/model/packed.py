@@ -155,7 +155,7 @@ class PackedModel:
         self._rows = rows = _HeadRows(logits_indices)
         try:
             with ExitStack() as stack:
-                if step.pictures is not None:
+                if step.pictures is not None and self._body is not None:
                     hooks = [*hooks, *rotating_by_axes(step, self.axis_of_frequency)]
                     stack.enter_context(with_features(self._body, step.pictures))
                 stack.enter_context(building(hooks))

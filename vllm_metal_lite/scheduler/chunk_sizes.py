@@ -3,7 +3,8 @@
 A step holds at most `max_num_batched_tokens`, and a request may have a lower limit.  A span is
 computed by one step: a chunk ends before a span that it cannot hold.  A request whose next span
 does not fit is passed over, and later requests use the tokens.  After _PATIENCE steps no later
-request is admitted before it.  A request that could never finish is refused when it is added.
+request is admitted before it.  One picture may start in a step, so that others wait for the tower
+once.  A request that could never finish is refused when it is added.
 """
 
 from weakref import WeakKeyDictionary
@@ -104,6 +105,12 @@ class ChunkSizes:
         if rows := self.rows_left(out, start):
             rows = max(rows, dict(request.spans).get(start, 0) - start)  # a span may take longer
         left = min(left, rows)
+        if request.pictures is not None:
+            may_start = not any(
+                s.request.pictures and s.request.pictures.starts_in(s.num_computed, s.end)
+                for s in out.segments
+            )
+            left = request.pictures.end_of_chunk(start, start + left, may_start) - start
         num_new_tokens = request.last_end(start + left) - start
         if num_new_tokens <= 0 < left:
             num_passed_over = self._num_passed_over.get(request, 0) + 1

@@ -282,6 +282,7 @@ class KVCacheManager:
         """The names of all full blocks of the first num_tokens."""
         names, num_blocks = request.block_names, num_tokens // self.block_size
         if num_blocks > len(names):
-            tokens, salt = request.token_ids, request.cache_salt
-            extend_block_names(names, tokens, self.block_size, num_blocks, salt)
+            tokens, salt, pictures = request.token_ids, request.cache_salt, request.pictures
+            extra_name = None if pictures is None else pictures.extra_name
+            extend_block_names(names, tokens, self.block_size, num_blocks, salt, extra_name)
         return names[:num_blocks]

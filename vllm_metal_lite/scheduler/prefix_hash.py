@@ -6,7 +6,7 @@ prompt.  A hash open to crafted collisions (Python's own `hash`) is therefore un
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 _DIGEST_BYTES = 16
@@ -18,10 +18,12 @@ def extend_block_names(
     block_size: int,
     num_blocks: int,
     salt: str | None = None,
+    extra_name: Callable[[int, int], bytes] | None = None,
 ) -> None:
     """Extend `names` in place to the first `num_blocks` blocks of `token_ids`.
 
     salt: part of the first name, and so of all: names under different salts are never equal.
+    extra_name: what the tokens [start, end) of a block do not tell, such as the pictures there.
     Names that exist are kept.  Raises ValueError if a block is not full: its contents could still
     change.
     """
@@ -32,7 +34,11 @@ def extend_block_names(
     parent = names[-1] if names else _root(salt)
     width = 4 * block_size
     for at in range(0, len(data), width):
-        parent = blake2b(parent + data[at : at + width], digest_size=_DIGEST_BYTES).digest()
+        named = parent + data[at : at + width]
+        if extra_name is not None:
+            start = len(names) * block_size
+            named += extra_name(start, start + block_size)
+        parent = blake2b(named, digest_size=_DIGEST_BYTES).digest()
         names.append(parent)
 
 

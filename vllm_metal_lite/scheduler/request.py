@@ -7,6 +7,7 @@ from enum import Enum, auto
 from operator import attrgetter
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.scheduler.block_pool import BlockTable
 
 # Tokens [start, end) of a prompt that one step computes together.
@@ -30,6 +31,7 @@ class Request:
     only_reads: its one token is not used, so a prompt may fill the context.
     checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).
     spans: no chunk ends and no cached prefix ends within one; in order, without overlaps.
+    pictures: those of the prompt; their digests are in the names of their blocks.
     cache_salt: only requests with the same salt, or without any, share blocks and states.
     parent_id: the id of the user's request; this one makes one of its n answers.
     """
@@ -44,6 +46,7 @@ class Request:
     max_chunk: int = 0
     checkpoint_positions: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
+    pictures: PlacedPictures | None = None
     cache_salt: str | None = None
     parent_id: str = ""
 

@@ -164,7 +164,8 @@ class CallPlanner:
         if chunk is not None:
             kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
         if self.spans is not None:
-            seen = [self.spans[row : row + n] for row, n in zip(start[index] + first, rows)]
+            begin = start[index] + first
+            seen = [self.spans[a:b] for a, b in zip(begin, begin + rows, strict=True)]
             kv_start = np.minimum(kv_start, [part[:, 0].min() for part in seen])
             kv_end = np.maximum(kv_end, [part[:, 1].max() for part in seen])
         return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
