@@ -100,8 +100,8 @@ class FakeEngine(LLMEngine):
     """An engine of tokens without a real model.
 
     blocks: the KV groups, or the number of blocks of one group without a window.  ahead: steps are
-    launched one ahead.  stops: tokens that end an answer.  num_state_slots: the state slots of a recurrent layer; 0: the model has no
-    such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
+    launched one ahead.  stops: tokens that end an answer.  num_state_slots: the state slots of a
+    recurrent layer; 0: the model has no such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
     """
 
     def __init__(
