@@ -105,9 +105,6 @@ def test_tokens_of_a_prompt_with_a_late_system_message(with_template):
     token_ids, checkpoints = render_prompt(model_text(tokenizer), conversation, True)
     assert "It is late." in tokenizer.decode(token_ids)
     assert all(0 < at < len(token_ids) for at in checkpoints)
-    prompt = render_prompt(model_text(tokenizer), ChatRequest([SYSTEM, USER, LATE]), True)
-    assert "It is late." in tokenizer.decode(prompt.token_ids)
-    assert all(0 < at < len(prompt.token_ids) for at in prompt.checkpoints)
 
 
 def test_thoughts_stand_where_the_template_looks_for_them():

@@ -100,8 +100,8 @@ class FakeEngine(LLMEngine):
     """An engine of tokens without a real model.
 
     blocks: the KV groups, or the number of blocks of one group without a window.  ahead: steps are
-    launched one ahead.  num_state_slots: the state slots of a recurrent layer; 0: the model has no
-    such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
+    launched one ahead.  stops: tokens that end an answer.  num_state_slots: the state slots of a
+    recurrent layer; 0: the model has no such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class FakeEngine(LLMEngine):
         max_model_len: int = 512,
         *,
         ahead: bool = False,
+        stops: Sequence[int] = (),
         num_state_slots: int = 0,
     ) -> None:
         groups = [KVGroup(num_blocks=blocks)] if isinstance(blocks, int) else blocks
@@ -122,7 +123,7 @@ class FakeEngine(LLMEngine):
             limit = StepLimit(config.max_step_seconds, compiles=False)
         scheduler = Scheduler(config, groups, max_model_len, num_state_slots, limit=limit)
         super().__init__(_loaded(), config, Parts(scheduler, runner, NoPrefixDisk()))
-        self._launch = self.in_flight.launch
+        self.stops, self._launch = list(stops), self.in_flight.launch
         self.in_flight.launch = self.launch
         tiny.run_ahead(self, ahead)
         self.in_flight.speculator = None  # another one depends on measured times
@@ -137,7 +138,7 @@ class FakeEngine(LLMEngine):
         number = len(self.requests)
         request_id = request_id or f"r{number}"
         self.intake.num_requests = fields.pop("arrival", number)
-        params = tiny.greedy(max_tokens, ignore_eos=True)
+        params = tiny.greedy(max_tokens, ignore_eos=True, stop_token_ids=self.stops)
         how = {name: fields.pop(name) for name in ("priority", "checkpoints") if name in fields}
         asked = {"prompt_token_ids": prompt, "spans": fields.pop("spans", None)}
         self.add_request(request_id, asked, params, **how)
