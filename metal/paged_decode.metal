@@ -5,8 +5,7 @@
 //                 of T; if FUSED rows of *_WIDTH columns, as k and v are: heads from *_START on
 //   k, v          (B, WIDTH) of T               read if FUSED: the newest key and value, not stored yet
 //   q_weight, k_weight, freqs                   read if *_WEIGHT, FREQS, as in rope_write
-//   positions     (B,) int32                    read if FUSED: the position by which a row rotates, which
-//                 is seq_len - 1 unless a picture comes before it
+//   positions     (B,) int32                    read if FUSED: the position by which a row rotates
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
 //                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
