@@ -5,6 +5,7 @@
 //                 of T; if FUSED rows of *_WIDTH columns, as k and v are: heads from *_START on
 //   k, v          (B, WIDTH) of T               read if FUSED: the newest key and value, not stored yet
 //   q_weight, k_weight, freqs                   read if *_WEIGHT, FREQS, as in rope_write
+//   positions     (B,) int32                    read if FUSED: the position by which a row rotates
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
 //                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
@@ -46,7 +47,7 @@
 // and low a load (`affine`).
 //
 // FUSED.  The simdgroups share the HEADS queries and the new key among them: norm, factor and rotation as
-// in rope.h, at position seq_len - 1, then to threadgroup memory, rounded to T.  The last split makes the
+// in rope.h, at positions[seq], then to threadgroup memory, rounded to T.  The last split makes the
 // store's rows of the new key and value there, quantised or not, and attends to them as it does to rows of
 // the store (its simdgroup with the fewest other keys does); its first tile puts them into the store.
 //
@@ -159,7 +160,7 @@ for (int u = 0; u < UNROLL; u++) {
   block[u] = block_tables[table + key / BLOCK_SIZE];
 }
 
-// FUSED: the newest token, at position `stored`.
+// FUSED: the newest token, which goes to place `stored` of its sequence.
 threadgroup T* fresh = (threadgroup T*)fresh_quads;
 threadgroup T* new_key = fresh + (FUSED ? HEADS * K_DIM : 0);
 threadgroup T* new_value = new_key + (FUSED ? K_DIM : 0);
@@ -172,7 +173,7 @@ if (FUSED) {
   thread float sine[TURNS];
   if (sg <= HEADS) {
     rope_sines<TURNS, DIMS / 2, FREQS>(freqs, as_type<float>(LOG2_BASE), as_type<float>(ROPE_SCALE),
-                                       stored, lane, cosine, sine);
+                                       positions[seq], lane, cosine, sine);
   }
   for (int h = sg; h < HEADS; h += SIMDGROUPS) {
     const int head = metal::min(first_head + h, last_head);

@@ -5,7 +5,7 @@
 //                                          one array may be all three (a joined projection)
 //   q_weight, k_weight  (K_DIM,) floats    of the RMS norm over a head; not read unless *_WEIGHT
 //   freqs         (DIMS / 2,) float32      not read unless FREQS
-//   positions     (N,) int32               of each row in its sequence
+//   positions     (N,) int32               the position by which a row rotates
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip k and v
 //   keys, values  (slots, KV_HEADS, DIM)   the store; declared as inputs, and written; a value
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h

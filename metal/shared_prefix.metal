@@ -5,11 +5,11 @@
 //                 of T; if FUSED rows of Q_WIDTH columns, heads from Q_START on, still to be
 //                 normalised and rotated
 //   q_weight, freqs                             read if Q_WEIGHT, FREQS, as in rope_write
+//   positions     (B,) int32                    read if FUSED: the position by which a row rotates
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
 //                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
 //   leader        (1,) int32                    a sequence that has the prefix: its blocks are read
-//   seq_lens      (B,) int32                    read if FUSED: a row's position is one less
 //   prefix_lens   (B,) int32                    prefix_lens[leader] is the prefix's length
 //   ticket        float32                       read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
@@ -118,8 +118,8 @@ if (FUSED) {
       const int seq = other / GROUP;
       if (i == 0 || other % GROUP == 0) {
         rope_sines<TURNS, DIMS / 2, FREQS>(freqs, as_type<float>(LOG2_BASE),
-                                           as_type<float>(ROPE_SCALE),
-                                           metal::max(seq_lens[seq] - 1, 0), lane, cosine, sine);
+                                           as_type<float>(ROPE_SCALE), positions[seq], lane,
+                                           cosine, sine);
       }
       const int head = kv_head * GROUP + other % GROUP;
       rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, FACTOR, Q_NORM, Q_WEIGHT>(

@@ -106,8 +106,8 @@ def test_only_small_steps(monkeypatch):
 
 def test_decodes_alone_are_what_they_were():
     """One launch writes their rows and reads them, and rows of a chunk see each other's."""
-    assert prepared([(17, 1), (30, 1)]).positions is None
-    assert prepared([(17, 1), (0, 2)]).positions is not None
+    assert prepared([(17, 1), (30, 1)]).fused
+    assert not prepared([(17, 1), (0, 2)]).fused
 
 
 # Whole engines, compiled

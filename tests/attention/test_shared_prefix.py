@@ -16,6 +16,7 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.decodes import PrefixSearch, find_shared_prefix
+from vllm_metal_lite.engine import steps_in_flight
 from vllm_metal_lite.kernels.registry import Verdict
 
 DECODES = make_batch([(0, 1)])
@@ -154,6 +155,10 @@ def engine_of(name, attention="kernels", **options):
     return tiny.engine(name, attention=attention, block_size=BLOCK_SIZE, **options)
 
 
+def rotated_twice_as_far(batch, *_):
+    return replace(batch, rotary_positions=2 * batch.positions)
+
+
 PREFIX = tiny.prompts(1, 40, 40, seed=3)[0]
 OTHERS = tiny.prompts(4, 1, 20, seed=4)
 
@@ -193,11 +198,27 @@ def test_other_layers(on_kernels, steps, name, options):
     assert any(steps)
 
 
+def test_rows_rotated_by_other_positions(on_kernels, steps, monkeypatch):
+    """Behind pictures a row's position differs from its place in the sequence."""
+    prompts = [PREFIX[:26] + rest for rest in OTHERS]
+    plain = tiny.answers(engine_of("qwen3", "reference"), prompts, 10)
+    monkeypatch.setattr(steps_in_flight, "with_pictures", rotated_twice_as_far)
+    expected = tiny.answers(engine_of("qwen3", "reference"), prompts, 10)
+    assert expected != plain
+    steps.clear()
+    assert tiny.answers(engine_of("qwen3"), prompts, 10) == expected
+    assert any(steps)
+
+
 # Compiled
 
 
-def test_compiled_steps_that_share(steps, monkeypatch):
-    """Through ArrayAttention, which takes the blocks of the prefix from the leader."""
+@pytest.mark.parametrize("far", [False, True])
+def test_compiled_steps_that_share(steps, monkeypatch, far):
+    """Through ArrayAttention, which takes the blocks of the prefix from the leader.  far: rows are
+    rotated by other positions, as behind pictures."""
+    if far:
+        monkeypatch.setattr(steps_in_flight, "with_pictures", rotated_twice_as_far)
     pad_to_powers_of_two(monkeypatch)
     change_device(monkeypatch, rows_as_decodes=0)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]

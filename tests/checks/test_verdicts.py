@@ -337,6 +337,16 @@ def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, te
         assert failed == ([name] if factor != 1 else [])
 
 
+@pytest.mark.parametrize(
+    ("kernel", "position", "failed"),
+    [("paged_decode", "stored", "fused_decode"), ("shared_prefix", "prefix_len", "shared_prefix")],
+)
+def test_a_kernel_that_rotates_by_lengths_is_found(monkeypatch, kernel, position, failed):
+    """Positions differ from lengths behind pictures."""
+    miscompile(monkeypatch, kernel, ("positions[seq], lane", f"{position}, lane"))
+    assert list(verify(replace(USE, ropes=(RopeShape(32, base=1e4),))).failures) == [failed]
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [6, 60])
 def test_large_logits_that_overflow_are_noticed(count, dtype, monkeypatch):

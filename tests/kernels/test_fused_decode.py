@@ -1,9 +1,11 @@
 """Decodes in one launch, with norm, rotation and K/V write, on the CPU host: against rope_write and
-paged_decode one after the other.
+paged_decode one after the other, and against attention in float64.
 
 The store must hold the same bits afterwards; attention differs by the order in which it adds up.
 The new slot holds NaN before the write.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +16,15 @@ from tests.support.engine.batches import pack
 from tests.support.kernels.arrays import STORE, raw
 from tests.support.kernels.attention_cases import RAGGED, PagedSequences
 from tests.support.kernels.new_rows_cases import NewRowsCase
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.decodes import reads_new_rows
+from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.case import TimedStore
+from vllm_metal_lite.checks.new_rows import new_rows
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.store import LayerStore, new_ticket
+from vllm_metal_lite.specs import AttentionShape, RopeShape
 
 pytestmark = pytest.mark.usefixtures("host")
 WRITTEN = STORE
@@ -28,9 +35,14 @@ SEQUENCE = ("window", "softcap", "sinks", "plan", "block_size", "bits")
 
 
 class Case:
-    """Sequences whose newest tokens are not in the store, and the rows of those tokens."""
+    """Sequences whose newest tokens are not in the store, and the rows of those tokens.
+
+    shift: what is added to the number of earlier tokens to get the position of each row, as behind
+    pictures.
+    """
 
     def __init__(self, seq_lens, *, heads=(4, 2), dims=(32, 32), dtype=mx.float32, seed=0, **how):
+        shift = how.pop("shift", 0)
         sequence = {name: how.pop(name) for name in SEQUENCE if name in how}
         self.prefix_len = how.pop("prefix_len", 0)
         self.sequences = PagedSequences(
@@ -40,7 +52,8 @@ class Case:
         blocks = self.sequences.block_tables[np.arange(len(newest)), newest // size]
         slots = np.where(np.array(seq_lens) > 0, blocks * size + newest % size, -1)
         drawn = {"heads": heads, "dims": dims, "dtype": dtype, "seed": seed, "rotated": dims[0]}
-        self.rows = NewRowsCase(newest, slots=slots.astype(np.int32), **(drawn | how))
+        positions = newest + shift
+        self.rows = NewRowsCase(positions, slots=slots.astype(np.int32), **(drawn | how))
 
     def run(self, fused: bool) -> list[mx.array]:
         """The attention, and the keys and values in the store after the launch."""
@@ -54,8 +67,8 @@ class Case:
         mx.eval(store)
         q, ticket, prefix = rows.new_rows, new_ticket(), None
         if not fused:
-            where = mx.array(rows.positions), mx.array(rows.slots)
-            q, ticket = rope_write(q, *where, LayerStore(*store, ticket, s.spec))
+            layer = LayerStore(*store, ticket, s.spec)
+            q, ticket = rope_write(q, mx.array(rows.slots), layer)
         if self.prefix_len:  # only of the longest sequence: what is not shared is the same
             lens = np.zeros(len(s.seq_lens), np.int32)
             lens[np.argmax(s.seq_lens)] = self.prefix_len
@@ -75,6 +88,14 @@ class Case:
         assert np.isfinite(got).all()
         atol, rtol = TOLERANCE[self.rows.dtype]
         np.testing.assert_allclose(got, expected, rtol, atol)
+
+    def expected(self) -> np.ndarray:
+        """Attention in float64 to the store with the new rows."""
+        s, rows = self.sequences, self.rows
+        s.q, written = rows.rotated("q"), rows.slots >= 0
+        for stored, new in zip(s.values, (rows.rotated("k"), rows.v), strict=True):
+            stored[rows.slots[written]] = new[written]
+        return s.expected()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -153,6 +174,58 @@ OF_SIZES = [
 )
 def test_behind_a_prefix(how):
     Case(RAGGED, prefix_len=70, **how).check()
+
+
+# Behind pictures
+
+
+SHIFTS = [0, -5, 0, -30, 3, -60]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"window": 17, "sinks": True, "plan": (4, 4)},
+        {"prefix_len": 70, "plan": (2, 4)},
+        {"freqs": True, "rotated": 16, "traditional": True},
+    ],
+    ids=str,
+)
+def test_rows_at_other_positions(how):
+    """Each sequence has its own shift; what a row sees still depends on its number of keys."""
+    case, unshifted = Case(RAGGED, shift=SHIFTS, **how), Case(RAGGED, **how)
+    case.check()
+    got = np.array(case.run(True)[0])
+    np.testing.assert_allclose(got, case.expected(), 1e-5, 1e-5)
+    far = np.abs(got - np.array(unshifted.run(True)[0])).max((1, 2)) > 1e-3
+    assert far.tolist() == [shift != 0 for shift in SHIFTS]
+
+
+def test_a_step_rotates_by_its_rotary_positions():
+    """The plan of a step behind pictures is that of other decodes, but for the positions."""
+    shape, rope = AttentionShape(4, 2, 32, 32, mx.float32), RopeShape(32, base=1e4, eps=1e-6)
+    load, shifted = TimedStore(shape, 3, 20), np.array([19, 4, 11], np.int32)
+    new, _ = new_rows(shape, shifted, rope)
+    parts = (new.q, 4, new.q_norm), (new.k, 2, new.k_norm)
+    heads = [Heads(rows, count, 32, norm, new.rope) for rows, count, norm in parts]
+    heads = (*heads, Heads(new.v, 2, 32))
+    plain = np.array(load.attention()(heads))
+    load.batch = replace(load.batch, rotary_positions=shifted)
+    fused = np.array(load.attention()(heads))
+    keys = np.array(load.store.keys[0])
+    unfused = np.array(load.attention(without="fused_decode")(heads))
+    np.testing.assert_array_equal(keys, np.array(load.store.keys[0]))
+    np.testing.assert_allclose(fused, unfused, 1e-5, 1e-5)
+    assert (np.abs(fused - plain).max((1, 2)) > 1e-3).tolist() == [False, True, True]
+    for padding in (0, 5):
+        step = KernelAttention(load.store, "gather", [shape]).prepare(load.batch, 3 + padding)
+        assert step.plan.fused
+        assert step.plan.repeats
+        assert step.plan.positions.tolist() == [19, 4, 11] + [0] * 5
+
+
+# What queries see
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)

@@ -139,7 +139,7 @@ def of_one_row(far: Far) -> VarlenMetadata:
 
 
 def prefix(far: Far) -> mx.array:
-    lens = [mx.array([n], mx.int32) for n in (33, 0, 32)]
+    lens = [mx.array([n], mx.int32) for n in (0, 32)]
     return shared_prefix(ones(1, 1, 64), far.tables, *lens, far.store, Scores(1.0), splits=1)[0]
 
 
@@ -155,14 +155,14 @@ def latents() -> None:
 def new_rows() -> NewRows:
     row = ones(1, 3 * 64)
     columns = [Columns(row, 64 * n) for n in range(3)]
-    return NewRows(*columns, 1, Rope(64, False, 1e4, 1.0, None), None, None)
+    return NewRows(*columns, 1, Rope(64, False, 1e4, 1.0, None), None, None, POSITION)
 
 
 def new_latents(far: Far) -> list[mx.array]:
     row, norm = ones(1, 3 * 64), RMSNorm(ones(64), 1e-5)
     parts = Columns(row, 0), 64, 1, Columns(row, 64), Columns(row, 128)
-    new = NewLatents(*parts, norm, Rope(64, True, 1e4, 1.0, None))
-    return list(latent_write(new, mx.array([5], mx.int32), far.slot, far.store))
+    new = NewLatents(*parts, norm, Rope(64, True, 1e4, 1.0, None), POSITION)
+    return list(latent_write(new, far.slot, far.store))
 
 
 def gather() -> None:
@@ -230,7 +230,7 @@ CASES = {
     "kv_write_quantised": writing(lambda far: kv_write(ROW, ROW, far.slot, far.store), 8),
     "kv_gather": gathering(None),
     "kv_gather_quantised": gathering(8),
-    "rope_write": writing(lambda far: rope_write(new_rows(), POSITION, far.slot, far.store)),
+    "rope_write": writing(lambda far: rope_write(new_rows(), far.slot, far.store)),
     "latent_write": writing(new_latents),
     "gather_rows": gather,
     "expert_gemm": expert,

@@ -43,9 +43,9 @@ def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
     norm = RMSNorm(mx.array(weight).astype(dtype), EPS)
     latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
     queries = Columns(mx.array(q).astype(dtype), nope)
-    new = NewLatents(queries, width, heads, latent, k_pe, norm, rope)
-    where = mx.array(positions, mx.int32), mx.array(slots, mx.int32)
-    out, ticket = latent_write(new, *where, LayerStore(*store, new_ticket(), spec))
+    where, slot_mapping = mx.array(positions, mx.int32), mx.array(slots, mx.int32)
+    new = NewLatents(queries, width, heads, latent, k_pe, norm, rope, where)
+    out, ticket = latent_write(new, slot_mapping, LayerStore(*store, new_ticket(), spec))
     mx.eval(out, ticket)
     atol, rtol = TOLERANCE[dtype]
     parts = q.reshape(rows, heads, width)[..., nope:].astype(np.float64)
@@ -75,8 +75,9 @@ def test_rows_of_two_products(heads, nope, latent_dim, rope, dtype, bits):
 def test_columns_outside_of_their_array_are_refused():
     rows, rope = mx.zeros((2, 24)), Rope(8, True, 1e4, 1.0, None)
     norm = RMSNorm(mx.ones(16), EPS)
-    new = NewLatents(Columns(rows, 9), 8, 2, Columns(rows, 0), Columns(rows, 16), norm, rope)
     zeros, spec = mx.zeros(8, mx.int32), LayerSpec(1, 16, 8, mx.float32)
+    columns = Columns(rows, 9), 8, 2, Columns(rows, 0), Columns(rows, 16)
+    new = NewLatents(*columns, norm, rope, zeros)
     store = LayerStore(mx.zeros((8, 1, 16)), mx.zeros((8, 1, 8)), new_ticket(), spec)
     with pytest.raises(ValueError, match=r"columns 9 to 25 of .* \(., 24\)"):
-        latent_write(new, zeros, zeros, store)
+        latent_write(new, zeros, store)

@@ -86,7 +86,7 @@ def prefix(rows: int, tokens: int) -> float:
 
     def call(q: mx.array) -> mx.array:
         args = tables, lens
-        part = shared_prefix(q, *args, begin, end, store, scores, splits=splits)
+        part = shared_prefix(q, tables, begin, end, store, scores, splits=splits)
         last, prefix = (store._replace(ticket=part.lse), part) if once else (store, None)
         return paged_decode(q, *args, last, scores, plan=plan, prefix=prefix)[0]
 

@@ -114,9 +114,13 @@ def _plain_decode(check: AttentionCheck, case: Case, plan: DecodePlan) -> float:
 
 
 def _fused_decode(check: AttentionCheck, case: Case, plan: DecodePlan) -> float:
-    """The decodes normalise, rotate and write their own rows, which the reference reads back."""
+    """The decodes normalise, rotate and write their own rows, which the reference reads back.
+
+    The positions differ from seq_len - 1, as behind pictures.
+    """
     assert check.rope is not None
-    rows, (fresh_q, *fresh) = new_rows(check.shape, padded(CONTEXTS - 1), check.rope)
+    positions = padded(CONTEXTS // 2)
+    rows, (fresh_q, *fresh) = new_rows(check.shape, positions, check.rope)
     q = rounded(fresh_q[:-1], check.shape.dtype)
     store, after = _newest(case, fresh)
     mx.eval(rows.arrays)
@@ -125,7 +129,7 @@ def _fused_decode(check: AttentionCheck, case: Case, plan: DecodePlan) -> float:
         np.array(row.unpack(stored).astype(mx.float32))
         for row, stored in zip(case.formats, store[:2], strict=True)
     ]
-    rounding = tolerance(check, int(CONTEXTS.max()))
+    rounding = tolerance(check, int(positions.max()))
     error = largest_error(out, padded(case.expected(batch, q, *written)), rounding)
     return max(error, store_error(store, after, rounding))
 
@@ -140,7 +144,7 @@ def _paged_decode(
     where, scores, prefix = _decode_arrays(batch), case.scores(), None
     if shares:
         leader, lens_of_rows = mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens))
-        arrays = rows, *where, leader, lens_of_rows, store
+        arrays = rows, where[0], leader, lens_of_rows, store
         prefix = shared_prefix(*arrays, scores, splits=PREFIX_SPLITS)
         store = store._replace(ticket=prefix.lse)
     out, ticket = paged_decode(rows, *where, store, scores, plan=plan, prefix=prefix)

@@ -100,7 +100,7 @@ def _written(check: AttentionCheck, rows: int) -> float:
     )
     mx.eval(keys, values)
     store = LayerStore(keys, values, new_ticket(), spec)
-    out, ticket = launch(new, mx.array(positions.astype(np.int32)), mx.array(slots), store)
+    out, ticket = launch(new, mx.array(slots), store)
     mx.eval(out, ticket)
     expected = [np.zeros_like(a) for a in fresh]
     for empty, a in zip(expected, fresh, strict=True):
@@ -153,7 +153,8 @@ def new_rows(
         )
     rope, rates = _rope(rope_shape)
     rotated = [_rotate(x, positions, rope_shape, rates, shape.dtype) for x in parts[:2]]
-    new = NewRows(q, k, v, shape.num_heads, rope, q_norm, k_norm)
+    norms, where = (q_norm, k_norm), mx.array(positions.astype(np.int32))
+    new = NewRows(q, k, v, shape.num_heads, rope, *norms, where)
     return new, rotated + parts[2:]
 
 
@@ -171,7 +172,8 @@ def new_latents(
     norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
     new_rope, rates = _rope(rope_shape)
     latent, k_pe = Columns(joined, 0), Columns(joined, latent_dim)
-    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, new_rope)
+    columns = Columns(queries, rope), 2 * rope, heads, latent, k_pe
+    new = NewLatents(*columns, norm, new_rope, mx.array(positions.astype(np.int32)))
     rotary_q, rotary_k = (
         _rotate(x, positions, rope_shape, rates, shape.dtype)
         for x in (q[..., rope:], kv[..., latent_dim:])
@@ -211,7 +213,7 @@ def timed_write(check: AttentionCheck, loads: Loads) -> list[Pair]:
     launch, new, _ = launch_and_rows(check, positions)
     store = PagedStore([spec], -(-loads.rows // 16), 16)
     layer = LayerStore(store.keys[0], store.values[0], new_ticket(), spec)
-    where = mx.array(positions.astype(np.int32))
+    where = new.positions  # a row's slot is its position
     mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, layer.ticket)
 
     def unfused() -> object:
@@ -221,7 +223,7 @@ def timed_write(check: AttentionCheck, loads: Loads) -> list[Pair]:
             q, k, v = _rows_by_mlx(new, check.shape, where)
         return q, kv_write(k, v, where, layer)
 
-    return [(partial(launch, new, where, where, layer), unfused)]
+    return [(partial(launch, new, where, layer), unfused)]
 
 
 def _rows_by_mlx(new: NewRows, shape: AttentionShape, where: mx.array) -> list[mx.array]:

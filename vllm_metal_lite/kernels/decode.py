@@ -8,14 +8,13 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
-from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
+from vllm_metal_lite.kernels.rope_write import ROWS, NewRows, query_inputs
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefixResult
 from vllm_metal_lite.kernels.store import STORE, LayerStore
 from vllm_metal_lite.kv.row_format import RowFormat
 
-_ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs")
 _CONTEXT = ("block_tables", "seq_lens", "sinks", "prefix", "prefix_lse", "prefix_lens")
-_PAGED_DECODE = Kernel("paged_decode", [*_ROWS, *_CONTEXT, *STORE], ["out", "lse"])
+_PAGED_DECODE = Kernel("paged_decode", [*ROWS, *_CONTEXT, *STORE], ["out", "lse"])
 
 
 class DecodePlan(NamedTuple):

@@ -19,7 +19,8 @@ class NewLatents(NamedTuple):
 
     q: starts at the first head's rotary part; heads are `stride` columns apart.  latent, k_pe: the
     columns of latents and rotary keys.  norm: normalises the latents, and has a weight.  rope:
-    rotates the rotary parts.
+    rotates the rotary parts.  positions: (N or more,) int32, the position by which each of
+    the N rows rotates.
     """
 
     q: Columns
@@ -29,15 +30,16 @@ class NewLatents(NamedTuple):
     k_pe: Columns
     norm: RMSNorm
     rope: Rope
+    positions: mx.array
 
 
 def latent_write(
-    rows: NewLatents, positions: mx.array, slot_mapping: mx.array, store: LayerStore
+    rows: NewLatents, slot_mapping: mx.array, store: LayerStore
 ) -> tuple[mx.array, mx.array]:
     """Write latents and rotary keys to their slots -> rotary queries (N, num_heads, rope), the next
     ticket.
 
-    positions, slot_mapping: (N or more,) int32; a negative slot writes nothing.
+    slot_mapping: (N or more,) int32; a negative slot writes nothing.
     """
     spec, rope, weight = store.spec, rows.rope, rows.norm.weight
     dtype, latent_dim, rope_dim = spec.dtype, spec.k_head_dim, spec.v_head_dim
@@ -51,7 +53,7 @@ def latent_write(
     template |= columns_template("l", rows.latent, count, latent_dim, dtype)
     template |= columns_template("p", rows.k_pe, count, rope_dim, dtype)
     inputs = [rows.q.array, rows.latent.array, rows.k_pe.array, weight, rope.frequencies]
-    inputs += [positions, slot_mapping, *store.arrays]
+    inputs += [rows.positions, slot_mapping, *store.arrays]
     grid = -(-(heads + 2) // _SIMDGROUPS), count, 1
     outputs = [((count, heads, rope_dim), dtype), TICKET]
     out, ticket = _LATENT_WRITE(inputs, template, grid, 32 * _SIMDGROUPS, outputs)

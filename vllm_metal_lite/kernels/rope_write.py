@@ -13,6 +13,8 @@ from vllm_metal_lite.kernels.launch import Kernel, Template, bits
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 from vllm_metal_lite.kv.store import LayerSpec
 
+# The inputs of new rows (`NewRows.arrays`).
+ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions")
 # The template values of rows without a rotation.
 _NO_ROPE = Rope(0, False, None, 1.0, None).template
 # The template values that disable the inputs of new rows.
@@ -30,6 +32,7 @@ class NewRows(NamedTuple):
 
     A kernel normalises q and k if they have a norm, rotates them unless rope is None, and writes k
     and v to the store.
+    positions: (N or more,) int32, the position by which each of the N rows rotates.
     """
 
     q: Columns
@@ -39,13 +42,14 @@ class NewRows(NamedTuple):
     rope: Rope | None
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    positions: mx.array
 
     @property
     def arrays(self) -> list[mx.array | None]:
-        """The kernel inputs q, k, v, q_weight, k_weight and freqs."""
+        """The kernel inputs q, k, v, q_weight, k_weight, freqs and positions."""
         weights = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         freqs = None if self.rope is None else self.rope.frequencies
-        return [self.q.array, self.k.array, self.v.array, *weights, freqs]
+        return [self.q.array, self.k.array, self.v.array, *weights, freqs, self.positions]
 
     def template(self, spec: LayerSpec) -> Template:
         """Template values for a store of this layer."""
@@ -73,11 +77,10 @@ def query_inputs(
     if isinstance(q, NewRows):
         return len(q.q.array), q.num_heads, q.arrays, {"FUSED": True, **q.template(spec)}
     rows, heads, _ = q.shape
-    return rows, heads, [q, q, q, None, None, None], {"FUSED": False, **_NO_NEW_ROWS}
+    return rows, heads, [q, q, q, None, None, None, None], {"FUSED": False, **_NO_NEW_ROWS}
 
 
-_ROWS = ("q", "k", "v", "q_weight", "k_weight", "freqs", "positions", "slot_mapping")
-_ROPE_WRITE = Kernel("rope_write", [*_ROWS, *STORE], ["out", "next_ticket"])
+_ROPE_WRITE = Kernel("rope_write", [*ROWS, "slot_mapping", *STORE], ["out", "next_ticket"])
 
 _SIMDGROUPS = 8
 # How many heads a SIMD group serves, one after another, in steps of many rows.
@@ -85,12 +88,12 @@ _HEADS = 4
 
 
 def rope_write(
-    rows: NewRows, positions: mx.array, slot_mapping: mx.array, store: LayerStore
+    rows: NewRows, slot_mapping: mx.array, store: LayerStore
 ) -> tuple[mx.array, mx.array]:
     """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next ticket.
 
-    q, k, v and the values of the store have one floating type.  positions, slot_mapping: (N or
-    more,) int32; a negative slot skips the row's k and v.
+    q, k, v and the values of the store have one floating type.  slot_mapping: (N or more,)
+    int32; a negative slot skips the row's k and v.
     """
     count, heads = rows.q.array.shape[0], rows.num_heads
     kv_heads, dtype = store.spec.num_kv_heads, store.spec.dtype
@@ -99,7 +102,7 @@ def rope_write(
     template: Template = {"T": dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads}
     template |= store.template | {"SIMDGROUPS": _SIMDGROUPS}
     template |= rows.template(store.spec)
-    inputs = [*rows.arrays, positions, slot_mapping, *store.arrays]
+    inputs = [*rows.arrays, slot_mapping, *store.arrays]
     grid, threads = (groups, count, 1), 32 * _SIMDGROUPS
     outputs = [((count, heads, store.spec.k_head_dim), dtype), TICKET]
     q, ticket = _ROPE_WRITE(inputs, template, grid, threads, outputs)

@@ -11,7 +11,7 @@ from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once, partners_of
 from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
 from vllm_metal_lite.kernels.store import STORE, LayerStore
 
-_ROWS = ("q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens")
+_ROWS = ("q", "q_weight", "freqs", "positions", "block_tables", "leader", "prefix_lens")
 _SHARED_PREFIX = Kernel("shared_prefix", [*_ROWS, *STORE], ["partial", "lse"])
 
 
@@ -38,7 +38,6 @@ def prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, prefix_len: 
 def shared_prefix(
     q: mx.array | NewRows,
     block_tables: mx.array,
-    seq_lens: mx.array,
     leader: mx.array,
     prefix_lens: mx.array,
     store: LayerStore,
@@ -48,14 +47,14 @@ def shared_prefix(
 ) -> SharedPrefixResult:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
-    q may be NewRows (B): its queries are first normalised, and rotated to the position of their
-    last key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.
+    q may be NewRows (B): its queries are first normalised and rotated.
+    block_tables: (B, max_blocks).  leader (1,), prefix_lens (B,): int32.
     scores: without a window; `paged_decode` counts sinks.  Sizes: those that `sees_prefixes`
     accepts.  The next ticket is the result's lse.
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
-    rows, heads, (queries, _, _, weight, _, freqs), of_rows = query_inputs(q, spec)
+    rows, heads, (queries, _, _, weight, _, *angles), of_rows = query_inputs(q, spec)
     # Without the types of new K and V, which this kernel does not read: one compilation serves all.
     of_queries = {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
     group, partners = heads // kv_heads, partners_of(k_dim, v_dim, dtype, held=64)
@@ -65,7 +64,7 @@ def shared_prefix(
     template["SOFTCAP"] = bits(scores.softcap or 0.0)
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
-    inputs = [queries, weight, freqs, block_tables, seq_lens, leader, prefix_lens, *store.arrays]
+    inputs = [queries, weight, *angles, block_tables, leader, prefix_lens, *store.arrays]
     grid = kv_heads, -(-rows * group // TILE_ROWS), splits
     shapes = (rows, heads, splits, v_dim), (rows, heads, splits)
     outputs = [(shape, mx.float32) for shape in shapes]

@@ -185,5 +185,5 @@ class PagedSequences(AttentionCase):
         """The results of shared_prefix: the first `lens` keys of each row, which are in the same
         blocks."""
         leader = mx.array([int(np.argmax(lens))], mx.int32)
-        where = mx.array(self.block_tables), mx.array(self.seq_lens), leader, mx.array(lens)
+        where = mx.array(self.block_tables), leader, mx.array(lens)
         return shared_prefix(q, *where, self.layer(ticket, store), self.scores(), splits=splits)

@@ -102,16 +102,16 @@ class NewRowsCase:
     @property
     def new_rows(self) -> NewRows:
         norms = self.norms.get("q"), self.norms.get("k")
-        return NewRows(*self.columns, self.heads[0], self.rope, *norms)
+        where = mx.array(self.positions)
+        return NewRows(*self.columns, self.heads[0], self.rope, *norms, where)
 
     def launch(self) -> list[mx.array]:
         """q, and the store; nothing was written before."""
         formats = self.spec.k_row, self.spec.v_row
         store = [in_store(r, np.full((SLOTS, self.heads[1], r.dim), np.nan)) for r in formats]
         mx.eval(store)
-        where = mx.array(self.positions), mx.array(self.slots)
         layer = LayerStore(*store, new_ticket(), self.spec)
-        q, ticket = rope_write(self.new_rows, *where, layer)
+        q, ticket = rope_write(self.new_rows, mx.array(self.slots), layer)
         mx.eval(ticket)
         assert q.dtype == self.dtype
         return [q, *store]

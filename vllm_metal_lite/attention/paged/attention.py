@@ -92,11 +92,9 @@ class KernelAttention:
             prompts = self._plan_prompts(batch, first, num_rows - first)
         only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
         fused = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
-        positions = (
-            None if fused else upload_padded(rotary_positions(batch), max(num_rows, MIN_ELEMENTS))
-        )
+        positions = upload_padded(rotary_positions(batch), max(num_rows, MIN_ELEMENTS))
         recurrent = SegmentPlan.plan(batch, num_rows) if self.store.states.num_slots else None
-        plan, num_logits = PagedPlan(decodes, prompts, positions, recurrent), 1
+        plan, num_logits = PagedPlan(decodes, prompts, positions, fused, recurrent), 1
         if plan.repeats:  # one per segment, terminal or not; more if prompts are scored
             single = first if prompts else 0
             num_logits = single + power_of_two(batch.num_segments - single)

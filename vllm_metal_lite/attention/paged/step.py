@@ -60,14 +60,15 @@ class WholePrompt(NamedTuple):
 class PagedPlan(NamedTuple):
     """The first rows of a step are decodes, the rest are prompts.  None: the step has no such rows.
 
-    positions: (num_rows,), for `rope_write`; None if `paged_decode` writes the rows, which is
-    allowed only if no row reads another new row.
+    positions: (num_rows or more,) int32, the position by which each row rotates.
+    fused: whether `paged_decode` writes the rows.  It must not if a row reads another new row.
     recurrent: the segments of recurrent layers.
     """
 
     decodes: Decodes | None
     prompts: VarlenPrompts | WholePrompt | SdpaPlan | None
-    positions: mx.array | None
+    positions: mx.array
+    fused: bool
     recurrent: SegmentPlan | None
 
     @property
@@ -127,13 +128,13 @@ class KernelStepAttention:
             return None
         if any(h.stride or h.columns.array.dtype != spec.dtype for h in (q, k, v)):
             return None
-        new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
-        positions, slot_mapping = self.plan.positions, self._slot_mapping(layer)
-        if positions is None:
+        columns, norms = (q.columns, k.columns, v.columns), (q.norm, k.norm)
+        new = NewRows(*columns, q.num_heads, k.rope, *norms, self.plan.positions)
+        if self.plan.fused:
             return new
         if "rope_write" in self.unused_kernels:
             return None
-        rows, self.ticket = rope_write(new, positions, slot_mapping, self._store(layer))
+        rows, self.ticket = rope_write(new, self._slot_mapping(layer), self._store(layer))
         return rows
 
     def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
@@ -142,9 +143,9 @@ class KernelStepAttention:
         q: whole heads, or the rotary part of each.  Returns None if the kernel does not support
         these rows.
         """
-        spec, positions = self.store.specs[layer], self.plan.positions
+        spec = self.store.specs[layer]
         rope, norm = k_pe.rope, latents.norm
-        if "latent_write" in self.unused_kernels or positions is None or rope is None:
+        if "latent_write" in self.unused_kernels or rope is None:
             return None
         kept = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.v_head_dim
         if (k_pe.num_heads, latents.kv_lora_rank, k_pe.head_dim, q.head_dim) != kept:
@@ -154,9 +155,9 @@ class KernelStepAttention:
         if any(rows.columns.array.dtype != spec.dtype for rows in (q, latents, k_pe)):
             return None
         stride = q.stride or q.head_dim
-        new = NewLatents(q.columns, stride, q.num_heads, latents.columns, k_pe.columns, norm, rope)
-        slot_mapping = self._slot_mapping(layer)
-        q_pe, self.ticket = latent_write(new, positions, slot_mapping, self._store(layer))
+        columns = q.columns, stride, q.num_heads, latents.columns, k_pe.columns
+        new = NewLatents(*columns, norm, rope, self.plan.positions)
+        q_pe, self.ticket = latent_write(new, self._slot_mapping(layer), self._store(layer))
         return q_pe
 
     def attend(self, q: mx.array | NewRows, call: AttentionCall) -> mx.array:
@@ -190,9 +191,8 @@ class KernelStepAttention:
         if shared and self.shares[call.layer] and scores.window is None:
             plan = shared.plans[num_kv_heads]
             splits = prefix_splits(decodes.num_rows, num_heads, num_kv_heads, shared.length)
-            prefix = shared_prefix(
-                q, tables, seq_lens, shared.leader, shared.lens, store, scores, splits=splits
-            )
+            arrays = q, tables, shared.leader, shared.lens
+            prefix = shared_prefix(*arrays, store, scores, splits=splits)
             store = store._replace(ticket=prefix.lse)
         out, self.ticket = paged_decode(
             q, tables, seq_lens, store, scores, plan=plan, prefix=prefix
