@@ -101,7 +101,8 @@ class FakeEngine(LLMEngine):
 
     blocks: the KV groups, or the number of blocks of one group without a window.  ahead: steps are
     launched one ahead.  stops: tokens that end an answer.  num_state_slots: the state slots of a
-    recurrent layer; 0: the model has no such layer.  requests: all requests ever added.  steps: the steps whose tokens are known.
+    recurrent layer; 0: the model has no such layer.  requests: all requests ever added.  steps: the
+    steps whose tokens are known.
     """
 
     def __init__(
