@@ -26,6 +26,7 @@ from vllm_metal_lite.images.pictures import Picture
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
+from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.runner.pictures import Features, NoEyes
@@ -76,6 +77,13 @@ class Processor:
         kind = next(k for n, k in vars(module).items() if n.endswith("ImageProcessorPil"))
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Processor":
+        """The processor of a model that takes pictures."""
+        family = find_family(read_json(folder / "config.json"))
+        assert family is not None, f"{folder} has no vision tower"
+        return cls(family, folder)
 
     def __call__(self, picture: Picture) -> Prepared:
         """Raises RequestError for a picture that the family cannot take."""
