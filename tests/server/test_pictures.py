@@ -259,6 +259,7 @@ NO_TOOL_PICTURES = PLAIN.replace(
     "{% elif message.role == 'tool' %}<{{ message.content if message.content is string else '?' }}>"
     "{% elif message.content is string %}",
 )
+MOVED = "The user's message has the picture."
 STRINGS = "{% for m in messages %}{{ m.role[0] + ':' + m.content }}\n{% endfor %}"
 
 
@@ -284,15 +285,30 @@ def test_pictures_of_tools_go_to_the_user_if_the_template_leaves_them_out(tmp_pa
     other = {"role": "tool", "content": [chat_part(THREE)]}
     names = digests(model, SEVEN, THREE)
     shown, found = rendered(model, user("q"), result, other)
-    assert shown == "<s>[INST]q[/INST]<a><The picture follows.>[INST]##[/INST]"
+    assert shown == f"<s>[INST]q[/INST]<a><{MOVED}>[INST]##[/INST]"
     assert found == names
     shown, found = rendered(model, result, user("q"), said("b"), other, said("c"))
-    assert shown == "<s><a>[INST]#q[/INST]b</s><The picture follows.>[INST]#[/INST]c</s>"
+    assert shown == f"<s><a>[INST]#q[/INST]b</s><{MOVED}>[INST]#[/INST]c</s>"
     assert found == names
     own = user([text("q"), chat_part(THREE)])
     shown, found = rendered(model, result, own)
     assert (shown, found) == ("<s><a>[INST]#q#[/INST]", names)
     assert rendered(reader(READER), result)[0] == "<s>[INST]a#[/INST]"  # this template shows it
+
+
+def test_pictures_of_tools_go_before_them_if_no_user_may_come_after(tmp_path):
+    """As in Mistral Small's template."""
+    no_user = "{% if loop.previtem and loop.previtem.role == 'tool' and message.role == 'user' %}"
+    no_user += "{{ raise_exception('roles must alternate') }}{% endif %}"
+    begin = "{% for message in messages %}"
+    model = reader(tmp_path, NO_TOOL_PICTURES.replace(begin, begin + no_user, 1))
+    result = {"role": "tool", "content": [text("a"), chat_part(SEVEN)]}
+    plain = {"role": "tool", "content": "b"}
+    shown, found = rendered(model, user("q"), plain, result, said("c"), user("d"))
+    assert shown == "<s>[INST]q#[/INST]<b><a>c</s>[INST]d[/INST]"
+    assert found == digests(model, SEVEN)
+    with pytest.raises(RequestError, match="0 places for pictures"):
+        rendered(model, result)
 
 
 def test_results_that_a_format_sorts_keep_their_pictures(tmp_path, monkeypatch):
@@ -304,16 +320,23 @@ def test_results_that_a_format_sorts_keep_their_pictures(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("template", "parts", "words"),
+    ("template", "words"),
     [
-        ("{% for m in messages %}a{% endfor %}", [], r"0 places for pictures \(\[IMG\]\), and 1"),
-        (STRINGS, [], "refuses"),
-        (PLAIN, [text("[IMG]")], "2 places for pictures .* and 1 pictures are given"),
+        ("{% for m in messages %}a{% endfor %}", r"0 places for pictures \(\[IMG\]\), and 1"),
+        (STRINGS, "refuses"),
+        (PLAIN + "[IMG]", "2 places for pictures .* and 1 pictures are given"),
     ],
 )
-def test_places_that_do_not_match_are_counted(tmp_path, template, parts, words):
+def test_places_that_do_not_match_are_counted(tmp_path, template, words):
     with pytest.raises(RequestError, match=words):
-        rendered(reader(tmp_path, template), user([chat_part(SEVEN), *parts]))
+        rendered(reader(tmp_path, template), user([chat_part(SEVEN)]))
+
+
+def test_a_placeholder_in_a_text_is_no_place_for_a_picture():
+    """A forum's markup has it, too."""
+    parts = [text("[IMG]x[/IMG]"), chat_part(SEVEN)]
+    shown, _ = rendered(reader(READER), user("[IMG]"), user(parts))
+    assert shown == "<s>[INST][ IMG][/INST][INST][ IMG]x[/IMG]#[/INST]"
 
 
 def test_text_parts_are_joined_as_ever(tmp_path):

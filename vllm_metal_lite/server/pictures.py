@@ -67,12 +67,13 @@ def place(
     """(Messages for which the template writes each picture's placeholder, the prepared pictures in
     the order of the prompt).
 
-    Some templates leave out the pictures of tools, so the user's next message gets these pictures.
+    Some templates leave out the pictures of tools, so a user's message gets these pictures.
     Raises ApiError (400) for a picture that cannot be read, RequestError if the numbers differ.
     """
     prepared = [_prepared(processor, *picture) for picture in found]
     placeholder, first = processor.family.placeholder, None
-    for given in messages, _pictures_after_tools(messages):
+    messages = [_without(placeholder, message) for message in messages]
+    for given in messages, _after_tools(messages), _before_tools(messages):
         try:
             count = render(given).count(placeholder)
         except Exception:  # templates refuse some content by any error
@@ -86,10 +87,19 @@ def place(
                 f"the rendered prompt has {first} places for pictures ({placeholder}), and "
                 f"{len(found)} pictures are given"
             )
-        given = messages  # the template refuses both; rendering again says why
+        given = messages  # the template refuses them all; rendering again says why
     # A chat format may have sorted the results of tools.
     contents = [m["content"] for m in given if isinstance(m.get("content"), list)]
     return given, [prepared[part["index"]] for c in contents for part in c if "index" in part]
+
+
+def _without(placeholder: str, value: Any) -> Any:
+    """A value of JSON whose texts do not have the placeholder: a picture would take its place."""
+    if isinstance(value, str):
+        return value.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
+    if isinstance(value, Mapping):
+        return {name: _without(placeholder, inner) for name, inner in value.items()}
+    return [_without(placeholder, v) for v in value] if isinstance(value, list) else value
 
 
 def _prepared(processor: Processor, where: str, url: str) -> Prepared:
@@ -100,17 +110,14 @@ def _prepared(processor: Processor, where: str, url: str) -> Prepared:
         raise bad(where, f": {e}") from e
 
 
-def _pictures_after_tools(messages: Sequence[Message]) -> list[Message]:
+def _after_tools(messages: Sequence[Message]) -> list[Message]:
     """The messages with the pictures of tools in a user's message after the tools' messages."""
     moved: list[Message] = []
     waiting: list[dict[str, Any]] = []
     for message in messages:
-        content = message.get("content")
         if message["role"] == "tool":
-            if isinstance(content, list):
-                waiting += [part for part in content if part["type"] == "image"]
-                texts = [part["text"] for part in content if part["type"] == "text"]
-                message = {**message, "content": "\n".join(texts) or "The picture follows."}
+            message, own = _parted(message)
+            waiting += own
         elif waiting and message["role"] == "user":
             message = {**message, "content": together(waiting, message["content"])}
             waiting = []
@@ -119,3 +126,29 @@ def _pictures_after_tools(messages: Sequence[Message]) -> list[Message]:
             waiting = []
         moved.append(message)
     return [*moved, {"role": "user", "content": waiting}] if waiting else moved
+
+
+def _before_tools(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the pictures of tools in the user's message before: some templates refuse a
+    user's message after a tool's."""
+    moved: list[Message] = []
+    user = -1
+    for message in messages:
+        if message["role"] == "user":
+            user = len(moved)
+        elif message["role"] == "tool" and user >= 0:
+            message, own = _parted(message)
+            content = together(moved[user]["content"], own) if own else moved[user]["content"]
+            moved[user] = {**moved[user], "content": content}
+        moved.append(message)
+    return moved
+
+
+def _parted(message: Message) -> tuple[Message, list[dict[str, Any]]]:
+    """(A tool's message without its pictures, the pictures)."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message, []
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    text = "\n".join(texts) or "The user's message has the picture."
+    return {**message, "content": text}, [part for part in content if part["type"] == "image"]
