@@ -15,6 +15,7 @@ from PIL import Image
 from tests.support.server.kit import OPTIONS, serving, user
 from tools.demo_model.train_reader import draw
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.images import eyes
 from vllm_metal_lite.images.eyes import Processor
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.anthropic_api import conversation_of
@@ -167,12 +168,15 @@ BAD = [
     (TOO_LARGE, "8000 x 4001 pixels; it must have 1 to 32,000,000"),
     ("https://example.org/a.png", "fetches no pictures; send a data: URL"),
     ("data:image/png;base64,*", "no base64"),
+    ("data:image/png;base64,\u00e9", "no base64"),
     ("file:///etc/hosts", "must be data:image/...;base64"),
     (None, "a data: URL"),
 ]
 
 
-@pytest.mark.parametrize(("bad", "words"), BAD, ids=["cut", "large", "http", "text", "file", "-"])
+@pytest.mark.parametrize(
+    ("bad", "words"), BAD, ids=["cut", "large", "http", "text", "accent", "file", "no"]
+)
 def test_a_bad_picture_is_named_with_its_place(http, bad, words):
     for path, name, given in (
         ("chat/completions", "messages", chat_part(bad)),
@@ -233,6 +237,15 @@ def test_a_model_of_text():
             "messages.0.content.0: this server takes text only, got a part of type 'image_url': "
             "demo takes text only"
         )
+
+
+def test_a_later_turn_decodes_nothing(monkeypatch):
+    processor = Processor.of_folder(READER)
+    first = processor.of_url(SEVEN)
+    monkeypatch.setattr(eyes, "read", None)
+    assert processor.of_url(SEVEN) is first
+    with pytest.raises(TypeError):
+        processor.of_url(THREE)
 
 
 # Rendering, without an engine

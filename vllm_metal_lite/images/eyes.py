@@ -3,6 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,7 @@ from vllm_metal_lite.images.families import (
     preprocess,
 )
 from vllm_metal_lite.images.messages import read, split
-from vllm_metal_lite.images.pictures import Picture
+from vllm_metal_lite.images.pictures import DIGEST_BYTES, Picture
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
@@ -91,6 +92,16 @@ class Processor:
         if found is None:
             found = preprocess(self.family, self._processor, picture)
             self._kept.put(picture.digest, found, found.patches.nbytes)
+        return found
+
+    def of_url(self, url: str) -> Prepared:
+        """The picture of a data: URL.  Later turns of a conversation bring it again, and do not
+        decode it again.  Raises RequestError."""
+        name = blake2b(url.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        found = self._kept.get(name)
+        if found is None:
+            found = self(read(url))
+            self._kept.put(name, found, found.patches.nbytes)
         return found
 
     @property

@@ -8,7 +8,6 @@ from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.eyes import MAX_PICTURES, Processor
 from vllm_metal_lite.images.families import Prepared
-from vllm_metal_lite.images.messages import read
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.offload import check_wanted
 from vllm_metal_lite.server.templates import together
@@ -105,7 +104,7 @@ def _without(placeholder: str, value: Any) -> Any:
 def _prepared(processor: Processor, where: str, url: str) -> Prepared:
     check_wanted()
     try:
-        return processor(read(url))
+        return processor.of_url(url)
     except RequestError as e:
         raise bad(where, f": {e}") from e
 
