@@ -65,7 +65,12 @@ def test_opencode_gets_json_with_what_the_user_s_variable_has(monkeypatch):
     config = json.loads(opencode(MODEL)[1]["OPENCODE_CONFIG_CONTENT"])
     assert (config["theme"], config["provider"]["x"]) == ("dark", {"name": "X"})
     name, model = config["model"].split("/", 1)
-    assert config["provider"][name]["models"][model]["limit"]["context"] == 32768
+    told = config["provider"][name]["models"][model]
+    assert told["limit"]["context"] == 32768
+    assert "attachment" not in told
+    seeing = json.loads(opencode(replace(MODEL, sees=True))[1]["OPENCODE_CONFIG_CONTENT"])
+    told = seeing["provider"][name]["models"][model]
+    assert (told["attachment"], told["modalities"]["input"]) == (True, ["text", "image"])
 
 
 @pytest.mark.parametrize("own", ["{", "[1]", "3"])

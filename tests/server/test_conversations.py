@@ -40,8 +40,7 @@ def render(tokenizer, *messages, with_checkpoints=True, **fields):
 
 def shown(tokenizer, prompt):
     """The text before each checkpoint."""
-    token_ids, checkpoints = prompt
-    return [tokenizer.decode(token_ids[:position]) for position in checkpoints]
+    return [tokenizer.decode(prompt.token_ids[:position]) for position in prompt.checkpoints]
 
 
 def test_checkpoints_lie_behind_the_system_the_last_question_and_the_last_message(tokenizer):
@@ -62,8 +61,9 @@ def test_a_loop_of_calls_has_a_checkpoint_at_its_end(tokenizer):
 
 
 def test_other_models_get_none(tokenizer):
-    token_ids, _ = render(tokenizer, SYSTEM, user("hi"))
-    assert render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False) == (token_ids, ())
+    token_ids = render(tokenizer, SYSTEM, user("hi")).token_ids
+    prompt = render(tokenizer, SYSTEM, user("hi"), with_checkpoints=False)
+    assert (prompt.token_ids, prompt.checkpoints) == (token_ids, ())
 
 
 def test_an_answer_to_be_gone_on_with(tokenizer):
@@ -159,7 +159,7 @@ def test_recurrent_models_find_states_where_conversations_part(hybrid, tokenizer
 
     def prefix(*messages):
         """Tokens that are cached behind these messages, at least."""
-        token_ids, _ = render(tokenizer, *messages, add_generation_prompt=False)
+        token_ids = render(tokenizer, *messages, add_generation_prompt=False).token_ids
         return (len(token_ids) - 1) // BLOCK * BLOCK
 
     question = user("Tell me about a lantern. " * 5)

@@ -81,7 +81,7 @@ def turn_of(
 def said_by(model: ModelText, turn: PreparedTurn, token_ids: list[int]) -> Said:
     """The answer that these tokens make, read token by token."""
     answer: list[int] = []
-    detokenizer = Detokenizer(model.tokenizer, turn.params, answer, turn.token_ids)
+    detokenizer = Detokenizer(model.tokenizer, turn.params, answer, turn.prompt.token_ids)
     parser, events, done = turn.make_parser(), [], 0
     for token_id in token_ids:
         answer.append(token_id)
@@ -99,7 +99,7 @@ def test_calls_token_by_token(model):
     turn = turn_of(model)
     format_ = model.chat_format
     text = WRITERS[format_.name](CALLS)
-    tail = model.tokenizer.decode(turn.token_ids[-64:])
+    tail = model.tokenizer.decode(turn.prompt.token_ids[-64:])
     if format_.opens_reasoning(tail):
         text = f"Hm.\n{format_.thoughts.end}\n\n{text}"
     said = said_by(model, turn, encode(model, text))
@@ -175,7 +175,7 @@ def test_no_thoughts_where_the_template_cannot_turn_them_off(gpt_oss, thoughts):
 
 def test_effort_is_a_word_of_the_prompt(gpt_oss):
     assert gpt_oss.can_think
-    prompt = gpt_oss.tokenizer.decode(turn_of(gpt_oss, effort="high").token_ids)
+    prompt = gpt_oss.tokenizer.decode(turn_of(gpt_oss, effort="high").prompt.token_ids)
     assert "Reasoning: high" in prompt
 
 

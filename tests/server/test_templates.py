@@ -101,10 +101,9 @@ def test_templates_without_system_turns_get_them_as_marked_text(with_template):
 
 def test_tokens_of_a_prompt_with_a_late_system_message(with_template):
     tokenizer = with_template("Qwen3.5-4B").tokenizer
-    conversation = ChatRequest([SYSTEM, USER, LATE])
-    token_ids, checkpoints = render_prompt(model_text(tokenizer), conversation, True)
-    assert "It is late." in tokenizer.decode(token_ids)
-    assert all(0 < at < len(token_ids) for at in checkpoints)
+    prompt = render_prompt(model_text(tokenizer), ChatRequest([SYSTEM, USER, LATE]), True)
+    assert "It is late." in tokenizer.decode(prompt.token_ids)
+    assert all(0 < at < len(prompt.token_ids) for at in prompt.checkpoints)
 
 
 def test_thoughts_stand_where_the_template_looks_for_them():

@@ -32,12 +32,16 @@ Setup = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model of a running server.  context: its length in tokens, if the server says so."""
+    """A model of a running server.
+
+    context: its length in tokens, if the server says so.  sees: whether it takes pictures.
+    """
 
     url: str
     name: str
     context: int | None
     key: str
+    sees: bool = False
 
 
 def claude(model: ServedModel) -> Setup:
@@ -95,11 +99,15 @@ def opencode(model: ServedModel) -> Setup:
     if model.context is not None:
         output = min(8192, model.context // 4)
         limit = {"limit": {"context": model.context, "output": output}}
+    vision: dict[str, Any] = {}
+    if model.sees:
+        modalities = {"input": ["text", "image"], "output": ["text"]}
+        vision = {"attachment": True, "modalities": modalities}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "vllm-metal-lite",
         "options": {"baseURL": f"{model.url}/v1", "apiKey": model.key},
-        "models": {model.name: {"name": model.name, **limit}},
+        "models": {model.name: {"name": model.name, **limit, **vision}},
     }
     name = f"metal-lite/{model.name}"
     providers["metal-lite"] = provider
@@ -183,7 +191,8 @@ def _find_model(url: str, key: str, name: str | None) -> ServedModel | None:
             "--port"
         )
     context = found.get("max_model_len") or found.get("context_length")
-    return ServedModel(url, found["id"], context, key)
+    sees = "image" in (found.get("input_modalities") or ())
+    return ServedModel(url, found["id"], context, key, sees)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -22,10 +23,11 @@ from vllm_metal_lite.images.families import (
     preprocess,
 )
 from vllm_metal_lite.images.messages import read, split
-from vllm_metal_lite.images.pictures import Picture
+from vllm_metal_lite.images.pictures import DIGEST_BYTES, Picture
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
+from vllm_metal_lite.model.files.folder import read_json
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.runner.pictures import Features, NoEyes
@@ -77,12 +79,29 @@ class Processor:
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
 
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Processor":
+        """The processor of a model that takes pictures."""
+        family = find_family(read_json(folder / "config.json"))
+        assert family is not None, f"{folder} has no vision tower"
+        return cls(family, folder)
+
     def __call__(self, picture: Picture) -> Prepared:
         """Raises RequestError for a picture that the family cannot take."""
         found = self._kept.get(picture.digest)
         if found is None:
             found = preprocess(self.family, self._processor, picture)
             self._kept.put(picture.digest, found, found.patches.nbytes)
+        return found
+
+    def of_url(self, url: str) -> Prepared:
+        """The picture of a data: URL.  Later turns of a conversation bring it again, and do not
+        decode it again.  Raises RequestError."""
+        name = blake2b(url.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        found = self._kept.get(name)
+        if found is None:
+            found = self(read(url))
+            self._kept.put(name, found, found.patches.nbytes)
         return found
 
     @property

@@ -21,7 +21,8 @@ from vllm_metal_lite.server.body import Body
 from vllm_metal_lite.server.content import (
     arguments_of,
     function_call,
-    named,
+    joined,
+    part_of,
     part_text,
     text_of,
     tool_message,
@@ -30,6 +31,7 @@ from vllm_metal_lite.server.conversations import ChatRequest, join_systems, rend
 from vllm_metal_lite.server.errors import anthropic_shape, bad, must_be, shown_error
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
 from vllm_metal_lite.server.request_tools import add_tool, check_demand, check_named, function_tool
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.stream import encode, event, sse
@@ -43,7 +45,9 @@ from vllm_metal_lite.server.worker.request_state import RequestState
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
-def conversation_of(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
+def conversation_of(
+    messages: list[dict[str, Any]], system: Any, pictures: Pictures = TEXT_ONLY
+) -> ChatRequest:
     """The conversation to render.  If the last message is the assistant's, the answer continues it.
 
     Raises ApiError (400) for blocks that cannot be rendered.
@@ -53,15 +57,18 @@ def conversation_of(messages: list[dict[str, Any]], system: Any) -> ChatRequest:
         rendered.append({"role": "system", "content": text})
     names: dict[Any, str] = {}
     for i, message in enumerate(messages):
-        rendered += _messages(message, f"messages.{i}", names)
+        rendered += _messages(message, f"messages.{i}", names, pictures)
     last = rendered[-1] if rendered else {"role": ""}
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         template = {"continue_final_message": True}
-        return ChatRequest(join_systems(rendered), template, add_generation_prompt=False)
-    return ChatRequest(join_systems(rendered))
+        how: dict[str, Any] = {"template": template, "add_generation_prompt": False}
+        return ChatRequest(join_systems(rendered), pictures=pictures.found, **how)
+    return ChatRequest(join_systems(rendered), pictures=pictures.found)
 
 
-def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
+def _messages(
+    message: Mapping[str, Any], where: str, names: dict[Any, str], pictures: Pictures
+) -> Iterator[Message]:
     """The messages that one of Anthropic's becomes: the results of tools have their own role.
 
     names: the tools' names, by call id; a result has only the id.
@@ -75,7 +82,7 @@ def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> 
     elif role == "assistant":
         yield _assistant(blocks, where, names)
     else:
-        yield from _user(role, blocks, where, names)
+        yield from _user(role, blocks, where, names, pictures if role == "user" else TEXT_ONLY)
 
 
 def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
@@ -98,20 +105,22 @@ def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
     return message
 
 
-def _user(role: str, blocks: list[Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
-    texts: list[str] = []
+def _user(
+    role: str, blocks: list[Any], where: str, names: dict[Any, str], pictures: Pictures
+) -> Iterator[Message]:
+    parts: list[Any] = []
     has_results = any(type_of(block) == "tool_result" for block in blocks)
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
         if type_of(block) != "tool_result":
-            texts.append(part_text(named(block) if has_results else block, at))
+            parts.append(part_of(block, at, pictures, has_results))
             continue
-        if texts:
-            yield {"role": role, "content": "\n".join(texts)}
-            texts = []
-        yield tool_message(block, "tool_use_id", "content", names, at)
-    if texts or not has_results:
-        yield {"role": role, "content": "\n".join(texts)}
+        if parts:
+            yield {"role": role, "content": joined(parts)}
+            parts = []
+        yield tool_message(block, "tool_use_id", "content", names, at, pictures)
+    if parts or not has_results:
+        yield {"role": role, "content": joined(parts)}
 
 
 PING = event("ping")
@@ -240,11 +249,11 @@ class CountTokensRequest(Body):
     mcp_servers: Unsupported = None
     output_format: dict[str, Any] | None = None
 
-    def conversation(self) -> ChatRequest:
+    def conversation(self, pictures: Pictures = TEXT_ONLY) -> ChatRequest:
         """The conversation to render.  Raises ApiError (400) for features that are missing here."""
         tools, choice = message_tools(self.tools, self.tool_choice)
         enabled, effort, budget = thinking_of(self.thinking, self.output_config)
-        conversation = conversation_of(self.messages, self.system)
+        conversation = conversation_of(self.messages, self.system, pictures)
         thinking: dict[str, Any] = {"enable_thinking": enabled, "effort": effort}
         return replace(conversation, tools=tools, choice=choice, thinking_budget=budget, **thinking)
 
@@ -268,7 +277,8 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
 
 async def create_message(serving: Serving, body: MessagesRequest) -> Response:
-    request, deltas = await answer(serving, body, body.conversation(), "msg_")
+    conversation = body.conversation(Pictures(serving.model.facts.no_pictures))
+    request, deltas = await answer(serving, body, conversation, "msg_")
     reply = MessageReply(request, deltas, serving.model_name)
     if body.stream:
         return serving.stream(reply.stream(), PING)
@@ -277,8 +287,9 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
-    token_ids, _ = await render(serving.model, body.conversation(), to_run=False)
-    return JSONResponse({"input_tokens": len(token_ids)})
+    conversation = body.conversation(Pictures(serving.model.facts.no_pictures))
+    rendered = await render(serving.model, conversation, to_run=False)
+    return JSONResponse({"input_tokens": len(rendered.token_ids)})
 
 
 def message_tools(definitions: Any, choice: Any) -> tuple[list[Tool], ToolChoice]:

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
+from vllm_metal_lite.server.pictures import KINDS, TEXT_ONLY, Pictures
+from vllm_metal_lite.server.templates import Content
 
 # The types of parts that hold text, in all three chat APIs.
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
@@ -28,20 +31,42 @@ def text_of(content: Any, where: str) -> str:
     return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
 
-def result_text(content: Any, where: str) -> str:
-    """The text of a tool's result, or of a message that brings one.  A note replaces each image or
-    file, so that an agent can continue.  Raises ApiError (400) for invalid parts."""
-    if isinstance(content, list):
-        content = [named(part) for part in content]
-    return text_of(content, where)
+def content_of(content: Any, where: str, pictures: Pictures, is_result: bool) -> Content:
+    """The content of a message that may have pictures: a text, or parts if it has some.
+
+    is_result: the message is a tool's result, or brings one, see `part_of`.
+    """
+    if not isinstance(content, list):
+        return text_of(content, where)
+    return joined(
+        [part_of(part, f"{where}.{i}", pictures, is_result) for i, part in enumerate(content)]
+    )
 
 
-def named(part: Any) -> Any:
-    """The part itself if it is text, else a note that names its type."""
-    kind = type_of(part)
+def part_of(part: Any, where: str, pictures: Pictures, is_result: bool) -> str | dict[str, Any]:
+    """The text of a part, or the part for a picture.  In results a note replaces anything that the
+    model does not take, so that an agent can continue.  Raises ApiError (400)."""
+    kind, sees = type_of(part), pictures.refusal is None
+    if sees and kind in KINDS:
+        return pictures.take(part, where)
     if kind in (None, *_TEXT, "refusal") or _blocks_of(part) is not None:
-        return part
-    return f"[{kind}: left out, since the model takes text only]"
+        return part_text(part, where)
+    takes = "text and pictures only" if sees else "text only"
+    if is_result:
+        return f"[{kind}: left out, since the model takes {takes}]"
+    why = f": {pictures.refusal}" if kind in KINDS and pictures.refusal else ""
+    raise bad(where, f": this server takes {takes}, got a part of type {show(kind)}{why}")
+
+
+def joined(parts: list[Any]) -> Content:
+    """The results of `part_of` as the content of a message."""
+    if all(isinstance(part, str) for part in parts):
+        return "\n".join(parts)
+    content: list[dict[str, Any]] = []
+    for kind, run in groupby(parts, type):
+        alike = list(run)
+        content += [{"type": "text", "text": "\n".join(alike)}] if kind is str else alike
+    return content
 
 
 def arguments_of(arguments: Any) -> dict[str, Any]:
@@ -73,7 +98,12 @@ def function_call(
 
 
 def tool_message(
-    fields: Mapping[str, Any], id_name: str, text_name: str, names: Mapping[Any, str], where: str
+    fields: Mapping[str, Any],
+    id_name: str,
+    text_name: str,
+    names: Mapping[Any, str],
+    where: str,
+    pictures: Pictures = TEXT_ONLY,
 ) -> dict[str, Any]:
     """A tool's result as a message.
 
@@ -84,7 +114,8 @@ def tool_message(
     message = {"role": "tool", "tool_call_id": call_id}
     if call_id in names:
         message["name"] = names[call_id]
-    return {**message, "content": result_text(fields.get(text_name), f"{where}.{text_name}")}
+    content = content_of(fields.get(text_name), f"{where}.{text_name}", pictures, True)
+    return {**message, "content": content}
 
 
 def part_text(part: Any, where: str) -> str:

@@ -1,19 +1,22 @@
 """Conversations to token ids, off the event loop."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import Message, num_systems
 from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
+from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.prompts import expand
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import check_wanted, offload
+from vllm_metal_lite.server.pictures import place
 from vllm_metal_lite.server.request_limits import num_characters
 from vllm_metal_lite.server.templates import Template
 
@@ -25,11 +28,12 @@ class ChatRequest:
     """A conversation, in one form for the three chat APIs.
 
     messages: messages in the form of chat templates: role ("system", "user", "assistant", "tool"),
-    content (text), tool_calls, reasoning_content, ...
+    content (text, or parts if it has pictures), tool_calls, reasoning_content, ...
     template: more variables for the template.
     enable_thinking, effort: whether, and how much, to think; None: the template's default.
     thinking_budget: the largest number of tokens of thoughts.
     choice: the calls that the answer may or must make.
+    pictures: see `Pictures.found`.
     """
 
     messages: Sequence[Message]
@@ -40,6 +44,7 @@ class ChatRequest:
     enable_thinking: bool | None = None
     effort: str | None = None
     thinking_budget: int | None = None
+    pictures: Sequence[tuple[str, str]] = ()
 
     def variables(self, template: Template) -> dict[str, Any]:
         """The variables that the template is rendered with."""
@@ -51,9 +56,16 @@ class ChatRequest:
         }
 
 
-# A rendered prompt: its token ids, and its checkpoints: numbers of tokens that other prompts may
-# share before they differ.
-Rendered = tuple[list[int], tuple[int, ...]]
+class Rendered(NamedTuple):
+    """A rendered prompt.
+
+    checkpoints: numbers of tokens that other prompts may share before they differ.
+    pictures: the prompt's pictures, whose tokens are among token_ids.
+    """
+
+    token_ids: list[int]
+    checkpoints: tuple[int, ...]
+    pictures: Sequence[Prepared] = ()
 
 
 def join_systems(messages: Sequence[Message]) -> list[Message]:
@@ -76,7 +88,7 @@ async def render(model: ModelText, conversation: ChatRequest, *, to_run: bool = 
 
 
 def render_prompt(model: ModelText, conversation: ChatRequest, with_checkpoints: bool) -> Rendered:
-    """`render` on the caller's thread.
+    """`render` on the caller's thread.  Raises ApiError (400) for a picture that cannot be read.
 
     with_checkpoints: also find checkpoints, for models whose requests can start at some positions
     only.
@@ -85,6 +97,15 @@ def render_prompt(model: ModelText, conversation: ChatRequest, with_checkpoints:
         conversation = replace(conversation, messages=adapt(conversation.messages))
     check_length(model, (conversation.messages, conversation.template))
     template, most = model.template, model.max_prompt_tokens
+    messages: Sequence[Message] = template.prepare(conversation.messages)
+    how = conversation.add_generation_prompt, conversation.variables(template)
+    pictures: list[Prepared] = []
+    with_pictures: Callable[[str], str] = str
+    if conversation.pictures and (processor := model.processor) is not None:
+        messages, pictures = place(
+            processor, conversation.pictures, messages, lambda given: template.render(given, *how)
+        )
+        with_pictures = partial(expand, family=processor.family, pictures=pictures)
     with overflow(model):
         prompt = ChatPrompt(
             model.tokenizer,
@@ -92,13 +113,10 @@ def render_prompt(model: ModelText, conversation: ChatRequest, with_checkpoints:
             with_checkpoints,
             render=template.render,
             encode_text=partial(model.encode_text, most=most, check=check_wanted),
+            expand=with_pictures,
         )
-        rendered = prompt.turn(
-            template.prepare(conversation.messages),
-            conversation.add_generation_prompt,
-            conversation.variables(template),
-        )
-    return rendered
+        return Rendered(*prompt.turn(messages, *how), pictures)
+    raise AssertionError("`overflow` hides no exception")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import PLAIN, detect
 from vllm_metal_lite.engine.chat_prompt import THINKING, by_template, template_source
+from vllm_metal_lite.images.eyes import Processor
 from vllm_metal_lite.model.files.pooling_config import PoolingConfig
 from vllm_metal_lite.server.piece_encoder import PieceEncoder
 from vllm_metal_lite.server.templates import Template, probe
@@ -23,6 +24,7 @@ class ModelFacts:
 
     uses_checkpoints: whether checkpoints help, because requests can start at some positions only.
     num_blocks: the number of blocks of the first KV group.  description: lines for the user.
+    no_pictures: why the model takes no pictures; None: it takes them.
     """
 
     name: str
@@ -41,13 +43,19 @@ class ModelFacts:
     store_bytes: int
     description: tuple[str, ...]
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    no_pictures: str | None = ""
 
 
 class ModelText:
-    """A model's tokenizer and its properties.  Each property is computed at its first use."""
+    """A model's tokenizer and its properties.  Each property is computed at its first use.
 
-    def __init__(self, facts: ModelFacts, tokenizer: TokenizerWrapper) -> None:
-        self.facts, self.tokenizer = facts, tokenizer
+    processor: prepares the pictures of a model that takes them.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, tokenizer: TokenizerWrapper, processor: Processor | None = None
+    ) -> None:
+        self.facts, self.tokenizer, self.processor = facts, tokenizer, processor
         self._source = template_source(tokenizer)
 
     @cached_property

@@ -23,6 +23,8 @@ from vllm_metal_lite.engine.chat_prompt import (
 from vllm_metal_lite.server.offload import check_wanted
 
 Variables = Mapping[str, Any]
+# A message's content: text, or parts of the types "text" and "image".
+Content = str | list[dict[str, Any]]
 
 _SYSTEM, _USER = "\u2042s\u2042", "\u2042u\u2042"
 _OTHER: Message = {"role": "user", "content": _USER}
@@ -128,15 +130,26 @@ def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
     count = num_systems(messages)
     kept = list(messages[:count])
     for message in messages[count:]:
-        role, content = message.get("role"), message.get("content")
+        role, content = message.get("role"), message["content"]
         if role == "system":
             role, content = "user", f"<system>\n{content}\n</system>"
             message = {"role": role, "content": content}
         if role == "user" and kept and kept[-1].get("role") == "user":
             last = kept.pop()
-            message = {**last, "content": f"{last['content']}\n\n{content}"}
+            message = {**last, "content": together(last["content"], content)}
         kept.append(message)
     return kept
+
+
+def together(first: Content, second: Content) -> Content:
+    """Two contents as one, with an empty line between texts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def probe(tokenizer: TokenizerWrapper) -> Template:

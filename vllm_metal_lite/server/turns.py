@@ -6,7 +6,7 @@ from functools import partial
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.conversations import ChatRequest, render
+from vllm_metal_lite.server.conversations import ChatRequest, Rendered, render
 from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import offload
@@ -24,12 +24,10 @@ _TAIL = 16  # tokens at a prompt's end that may open thoughts
 class PreparedTurn:
     """A conversation made ready for its answer.
 
-    token_ids, checkpoints: see `conversations.Rendered`.  make_parser: makes the parser of an
-    answer.
+    make_parser: makes the parser of an answer.
     """
 
-    token_ids: list[int]
-    checkpoints: tuple[int, ...]
+    prompt: Rendered
     params: SamplingParams
     make_parser: Callable[[], ChatParser]
 
@@ -44,8 +42,9 @@ async def answer(
     with serving.preparing():
         params = await sampling_params(serving, body)
         turn = await prepare(serving.model, conversation, params)
-    options = {"checkpoints": turn.checkpoints, **body.scheduling()}
-    request = await serving.generate(prefix, turn.token_ids, turn.params, **options)
+    token_ids, checkpoints, pictures = turn.prompt
+    options = {"checkpoints": checkpoints, "pictures": pictures, **body.scheduling()}
+    request = await serving.generate(prefix, token_ids, turn.params, **options)
     return request, deltas([request], turn.make_parser, conversation.choice.parallel)
 
 
@@ -67,8 +66,8 @@ async def prepare(
     is_held = form is not None and form is not asked  # a grammar holds the calls
     if form is not None and is_held:
         await check_calls(form, [tool for tool in tools if choice.name in (None, tool.name)])
-    token_ids, checkpoints = await render(model, conversation)
-    in_reasoning, thinking_closed = _reasoning(model, conversation, token_ids)
+    prompt = await render(model, conversation)
+    in_reasoning, thinking_closed = _reasoning(model, conversation, prompt.token_ids)
     thinking = _thinking(model, conversation, in_reasoning, form is not None)
     bad_words, skips, special = params.bad_words, params.skip_special_tokens, model.special_tokens
     if choice.mode == "none" and tools:
@@ -96,7 +95,7 @@ async def prepare(
         # No thoughts follow the text that an answer continues, and a form has none.
         may_think=not thinking_closed or (form is None and conversation.add_generation_prompt),
     )
-    return PreparedTurn(token_ids, checkpoints, params, make_parser)
+    return PreparedTurn(prompt, params, make_parser)
 
 
 def _reasoning(

@@ -9,11 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.server.body import Body
-from vllm_metal_lite.server.content import arguments_of, result_text, text_of
+from vllm_metal_lite.server.content import arguments_of, content_of
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, type_of
 from vllm_metal_lite.server.params import Unsupported
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
 from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
 
 # The arguments of transformers' apply_chat_template that are not variables of a template.
@@ -36,7 +37,9 @@ class ConversationFields(Body):
     functions: Unsupported = None
     chat_template: Unsupported = None
 
-    def conversation(self, messages: list[dict[str, Any]]) -> ChatRequest:
+    def conversation(
+        self, messages: list[dict[str, Any]], pictures: Pictures = TEXT_ONLY
+    ) -> ChatRequest:
         """The conversation to render.  Raises ApiError (400) for parts that cannot be rendered."""
         last = messages[-1] if messages else {}
         continues = self.continue_final_message or (
@@ -55,8 +58,9 @@ class ConversationFields(Body):
         if continues:
             template["continue_final_message"] = True
         generation = not continues and self.add_generation_prompt is not False
-        effort, rendered = self.reasoning_effort, chat_messages(messages)
-        return ChatRequest(rendered, template, generation, tools, choice, effort=effort)
+        rendered = chat_messages(messages, pictures)
+        how: dict[str, Any] = {"effort": self.reasoning_effort, "pictures": pictures.found}
+        return ChatRequest(rendered, template, generation, tools, choice, **how)
 
 
 def _tools(definitions: Any, choice: Any, parallel: bool | None) -> tuple[list[Tool], ToolChoice]:
@@ -77,20 +81,23 @@ def _tools(definitions: Any, choice: Any, parallel: bool | None) -> tuple[list[T
     return list(tools.values()), openai_choice(choice, parallel, tools, ("function",), name_of)
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
+def chat_messages(messages: list[dict[str, Any]], pictures: Pictures = TEXT_ONLY) -> list[Message]:
     """OpenAI's messages as chat templates want them.
 
-    Content becomes text.  The system messages at the front become one.  Roles that only OpenAI has
-    get the name that templates know.  Fields that are null are left out.  Raises ApiError (400).
+    Content becomes text, or parts if it has pictures.  The system messages at the front become one.
+    Roles that only OpenAI has get the name that templates know.  Fields that are null are left out.
+    Raises ApiError (400).
     """
     rendered: list[Message] = []
     for i, message in enumerate(messages):
         follows_tool = bool(rendered) and rendered[-1]["role"] == "tool"
-        rendered.append(_message(message, f"messages.{i}", follows_tool))
+        rendered.append(_message(message, f"messages.{i}", follows_tool, pictures))
     return join_systems(rendered)
 
 
-def _message(message: Mapping[str, Any], where: str, follows_tool: bool) -> Message:
+def _message(
+    message: Mapping[str, Any], where: str, follows_tool: bool, pictures: Pictures
+) -> Message:
     """One message.
 
     follows_tool: the message before is a tool's.  Agents send the pictures of a result in a message
@@ -100,8 +107,10 @@ def _message(message: Mapping[str, Any], where: str, follows_tool: bool) -> Mess
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)
     is_result = rendered["role"] == "tool" or (rendered["role"] == "user" and follows_tool)
-    read = result_text if is_result else text_of
-    rendered["content"] = read(message.get("content"), f"{where}.content")
+    if rendered["role"] not in ("user", "tool"):
+        pictures = TEXT_ONLY
+    content = message.get("content")
+    rendered["content"] = content_of(content, f"{where}.content", pictures, is_result)
     optional(message, "tool_call_id", str, where)
     call = rendered.pop("function_call", None)  # the older form
     calls = rendered.pop("tool_calls", None) or ([] if call is None else [{"function": call}])

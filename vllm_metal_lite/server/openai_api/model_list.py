@@ -22,9 +22,11 @@ def routes(server: Server) -> list[Route]:
         context_length: the name in other servers; the value comes from the model's files until the
         model is loaded.
         thinking: whether the chat template knows of thoughts; None until the model is loaded.
+        input_modalities: ["text"], or ["text", "image"]; None until the model is loaded.
         """
         name = model.spec.name
         limit = model.client.facts.max_model_len if model.client else None
+        sees = model.client is not None and model.client.facts.no_pictures is None
         return {
             "id": name,
             "object": "model",
@@ -37,6 +39,7 @@ def routes(server: Server) -> list[Route]:
             "max_model_len": limit,
             "context_length": limit or model.context,
             "thinking": model.client.model.can_think if model.client else None,
+            "input_modalities": ["text", *["image"] * sees] if model.client else None,
             "state": model.state,
             "error": model.error,
         }

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.content import function_call, result_text, text_of, tool_message
+from vllm_metal_lite.server.content import content_of, function_call, text_of, tool_message
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
@@ -18,17 +18,20 @@ from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_tools import PARAMETER, ResponseTools, flat_name
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
 
 
-def input_messages(items: Any, instructions: str | None) -> list[Message]:
+def input_messages(
+    items: Any, instructions: str | None, pictures: Pictures = TEXT_ONLY
+) -> list[Message]:
     """The messages of a request.  Raises ApiError (400) for items that cannot be rendered.
 
     items: a question, or a list of items.
     """
-    history = _History()
+    history = _History(pictures)
     if instructions:
         history.messages.append({"role": "system", "content": instructions})
     if isinstance(items, str):
@@ -45,7 +48,8 @@ def input_messages(items: Any, instructions: str | None) -> list[Message]:
 class _History:
     """Collects messages.  The items of one turn of the assistant become one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, pictures: Pictures) -> None:
+        self._pictures = pictures
         self.messages: list[dict[str, Any]] = []
         self._reasoning = ""  # belongs to the assistant's next message
         self._names: dict[Any, str] = {}  # function names by the id of the call
@@ -61,13 +65,16 @@ class _History:
 
     def message(self, item: Mapping[str, Any], where: str) -> None:
         role = required_text(item, "role", where)
-        follows_tool = self.messages and self.messages[-1]["role"] == "tool"
-        read = result_text if role == "user" and follows_tool else text_of
-        text = read(item.get("content"), f"{where}.content")
-        if role == "assistant":
-            self._said(text)
+        follows_tool = bool(self.messages) and self.messages[-1]["role"] == "tool"
+        content: Any = item.get("content")
+        if role == "user":
+            content = content_of(content, f"{where}.content", self._pictures, follows_tool)
         else:
-            self._other({"role": "system" if role == "developer" else role, "content": text})
+            content = text_of(content, f"{where}.content")
+        if role == "assistant":
+            self._said(content)
+        else:
+            self._other({"role": "system" if role == "developer" else role, "content": content})
 
     def function_call(self, item: Mapping[str, Any], where: str) -> None:
         self._call(item, item.get("arguments"), where)
@@ -76,7 +83,8 @@ class _History:
         self._call(item, {PARAMETER: item.get("input")}, where)
 
     def output(self, item: Mapping[str, Any], where: str) -> None:
-        self._other(tool_message(item, "call_id", "output", self._names, where))
+        names, pictures = self._names, self._pictures
+        self._other(tool_message(item, "call_id", "output", names, where, pictures))
 
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
         """Add thoughts that the client can read.  Encrypted thoughts have no text."""
@@ -223,9 +231,14 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    messages = input_messages(body.input, body.instructions)
-    given, choice, effort = list(tools.tools.values()), tools.choice, reasoning.effort
-    conversation = ChatRequest(messages, tools=given, choice=choice, effort=effort)
+    pictures = Pictures(serving.model.facts.no_pictures)
+    conversation = ChatRequest(
+        input_messages(body.input, body.instructions, pictures),
+        tools=list(tools.tools.values()),
+        choice=tools.choice,
+        effort=reasoning.effort,
+        pictures=pictures.found,
+    )
     request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0
     scores = partial(chat_logprobs, top=top, names=names)

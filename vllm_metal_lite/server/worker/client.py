@@ -6,10 +6,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.images.eyes import Processor
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.model_text import ModelFacts, ModelText
 from vllm_metal_lite.server.offload import REQUESTER, offload
@@ -69,7 +71,9 @@ class EngineClient:
             client._link.send(config)
             loading = offload(load_tokenizer_only, path, config.trust_remote_code)
             tokenizer, facts = await asyncio.gather(loading, client._facts)
-            client.model = ModelText(facts, tokenizer)
+            sees = facts.no_pictures is None
+            processor = await offload(Processor.of_folder, Path(path)) if sees else None
+            client.model = ModelText(facts, tokenizer, processor)
             await offload(lambda: client.model.longest_token)
         except BaseException as e:
             client._is_stopping = True

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.chat_formats.events import Event
 from vllm_metal_lite.engine.pooling import ONE_TOKEN
+from vllm_metal_lite.images.families import Prepared
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ class Add:
     """A request for the engine.
 
     fair_round: the order of requests of one priority, see `fair_rounds.py`.
-    checkpoints: see `conversations.Rendered`.
+    checkpoints, pictures: see `conversations.Rendered`.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Add:
     fair_round: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
+    pictures: Sequence[Prepared] = ()
 
     @property
     def sampling(self) -> SamplingParams:

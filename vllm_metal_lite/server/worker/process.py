@@ -22,6 +22,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.intake import constraint_of
 from vllm_metal_lite.engine.step_loop import run_steps
 from vllm_metal_lite.errors import BusyError, MetalLiteError, ModelLoadError, RequestError, one_line
+from vllm_metal_lite.images.eyes import Eyes
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import weight_files
 from vllm_metal_lite.model.loader import preview
@@ -133,7 +134,11 @@ class Worker:
     def add(self, add: Add) -> None:
         """Queue a request."""
         engine, request_id = self._engine, add.request_id
-        prompt = {"prompt_token_ids": add.prompt_token_ids, "cache_salt": add.cache_salt}
+        prompt = {
+            "prompt_token_ids": add.prompt_token_ids,
+            "cache_salt": add.cache_salt,
+            "multi_modal_data": {"image": list(add.pictures)},
+        }
         try:
             order = {"priority": add.priority, "fair_round": add.fair_round}
             engine.add_request(request_id, prompt, add.params, checkpoints=add.checkpoints, **order)
@@ -256,4 +261,5 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         store_bytes=engine.runner.attention.store.nbytes,
         description=tuple(describe(engine)),
         pooling=model.pooling,
+        no_pictures=None if isinstance(engine.eyes, Eyes) else engine.eyes.reason,
     )

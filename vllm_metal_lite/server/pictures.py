@@ -1,0 +1,153 @@
+"""Pictures in requests: found in the parts of messages, read on a thread, placed in the prompt."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_metal_lite.engine.chat_checkpoints import Message
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.images.eyes import MAX_PICTURES, Processor
+from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.offload import check_wanted
+from vllm_metal_lite.server.templates import together
+
+# The types of parts that hold a picture: in chat completions, in Responses and in Anthropic's API.
+KINDS = ("image_url", "input_image", "image")
+
+
+@dataclass
+class Pictures:
+    """Collects the pictures of a request while its messages are converted.
+
+    refusal: why the model takes no pictures; None: it takes them.
+    found: the place in the body and the data: URL of each picture.
+    """
+
+    refusal: str | None = ""
+    found: list[tuple[str, str]] = field(default_factory=list)
+
+    def take(self, part: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The part that a template gets for a picture.  `index`: the picture's place in `found`.
+        Raises ApiError (400)."""
+        if len(self.found) == MAX_PICTURES:
+            raise bad(where, f": a request takes at most {MAX_PICTURES} pictures")
+        self.found.append((where, _url_of(part, where)))
+        return {"type": "image", "index": len(self.found) - 1}
+
+
+# For places where no model takes pictures; it never collects any.
+TEXT_ONLY = Pictures()
+
+
+def _url_of(part: Mapping[str, Any], where: str) -> str:
+    """The data: URL of a picture's part."""
+    name = "source" if part.get("type") == "image" else "image_url"
+    where, url = f"{where}.{name}", part.get(name)
+    if isinstance(url, Mapping):
+        if url.get("type") == "base64":  # Anthropic's
+            if not isinstance(data := url.get("data"), str):
+                raise must_be(f"{where}.data", "a string", data)
+            return f"data:{url.get('media_type')};base64,{data}"
+        where, url = f"{where}.url", url.get("url")
+    if not isinstance(url, str):
+        raise must_be(where, "a data: URL", url)
+    if url.lower().startswith(("http:", "https:")):
+        raise bad(where, ": this server fetches no pictures; send a data: URL")
+    return url
+
+
+def place(
+    processor: Processor,
+    found: Sequence[tuple[str, str]],
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], str],
+) -> tuple[Sequence[Message], list[Prepared]]:
+    """(Messages for which the template writes each picture's placeholder, the prepared pictures in
+    the order of the prompt).
+
+    Some templates leave out the pictures of tools, so a user's message gets these pictures.
+    Raises ApiError (400) for a picture that cannot be read, RequestError if the numbers differ.
+    """
+    prepared = [_prepared(processor, *picture) for picture in found]
+    placeholder, first = processor.family.placeholder, None
+    messages = [_without(placeholder, message) for message in messages]
+    for given in messages, _after_tools(messages), _before_tools(messages):
+        try:
+            count = render(given).count(placeholder)
+        except Exception:  # templates refuse some content by any error
+            continue
+        if count == len(found):
+            break
+        first = count if first is None else first
+    else:
+        if first is not None:
+            raise RequestError(
+                f"the rendered prompt has {first} places for pictures ({placeholder}), and "
+                f"{len(found)} pictures are given"
+            )
+        given = messages  # the template refuses them all; rendering again says why
+    # A chat format may have sorted the results of tools.
+    contents = [m["content"] for m in given if isinstance(m.get("content"), list)]
+    return given, [prepared[part["index"]] for c in contents for part in c if "index" in part]
+
+
+def _without(placeholder: str, value: Any) -> Any:
+    """A value of JSON whose texts do not have the placeholder: a picture would take its place."""
+    if isinstance(value, str):
+        return value.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
+    if isinstance(value, Mapping):
+        return {name: _without(placeholder, inner) for name, inner in value.items()}
+    return [_without(placeholder, v) for v in value] if isinstance(value, list) else value
+
+
+def _prepared(processor: Processor, where: str, url: str) -> Prepared:
+    check_wanted()
+    try:
+        return processor.of_url(url)
+    except RequestError as e:
+        raise bad(where, f": {e}") from e
+
+
+def _after_tools(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the pictures of tools in a user's message after the tools' messages."""
+    moved: list[Message] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            message, own = _parted(message)
+            waiting += own
+        elif waiting and message["role"] == "user":
+            message = {**message, "content": together(waiting, message["content"])}
+            waiting = []
+        elif waiting:
+            moved.append({"role": "user", "content": waiting})
+            waiting = []
+        moved.append(message)
+    return [*moved, {"role": "user", "content": waiting}] if waiting else moved
+
+
+def _before_tools(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the pictures of tools in the user's message before: some templates refuse a
+    user's message after a tool's."""
+    moved: list[Message] = []
+    user = -1
+    for message in messages:
+        if message["role"] == "user":
+            user = len(moved)
+        elif message["role"] == "tool" and user >= 0:
+            message, own = _parted(message)
+            content = together(moved[user]["content"], own) if own else moved[user]["content"]
+            moved[user] = {**moved[user], "content": content}
+        moved.append(message)
+    return moved
+
+
+def _parted(message: Message) -> tuple[Message, list[dict[str, Any]]]:
+    """(A tool's message without its pictures, the pictures)."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message, []
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    text = "\n".join(texts) or "The user's message has the picture."
+    return {**message, "content": text}, [part for part in content if part["type"] == "image"]
