@@ -3,12 +3,12 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import transformers
 from mlx.utils import tree_flatten
 
 from vllm_metal_lite.backend import mx
@@ -71,9 +71,7 @@ class Processor:
     """Prepares pictures for a model.  It needs no weights, so a server's front process has one."""
 
     def __init__(self, family: Family, folder: Path) -> None:
-        name = family.processor
-        module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-        kind = next(k for n, k in vars(module).items() if n.endswith("ImageProcessorPil"))
+        kind: Any = getattr(transformers, family.processor)  # imports Pillow
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
 
