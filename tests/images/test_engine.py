@@ -206,7 +206,7 @@ def test_quantised_rows_answer_alike_whole_and_in_chunks(name: str) -> None:
 
 def test_one_picture_starts_in_a_step() -> None:
     """Requests beside wait for the tower once a step, and text goes ahead."""
-    engine = seeing.engine()
+    engine = tiny.run_ahead(seeing.engine(), ahead=False)
     asked = [WITH_A, prompt(START, B, picture(3, 2, 2)), prompt(words(5, 20))]
     tiny.submit(engine, asked, GREEDY)
     runs, lengths = [0], []
@@ -220,11 +220,12 @@ def test_one_picture_starts_in_a_step() -> None:
 
 
 def test_a_request_is_aborted_in_the_middle_of_a_picture() -> None:
-    engine = seeing.engine(max_num_batched_tokens=16)
+    engine = tiny.run_ahead(seeing.engine(max_num_batched_tokens=16), ahead=False)
     engine.add_request("gone", WITH_A, GREEDY)
     engine.step()
-    assert [a.request.num_computed for a in engine._answers.values()] == [16]  # picture: 11 to 26
-    engine.abort_request("gone")
+    [gone] = engine.scheduler.running
+    assert gone.num_computed_tokens == 16  # the picture is at 11 to 26
+    engine.abort("gone")
     tiny.run(engine)
     check_accounts(engine.scheduler.kv, ())
     tokens, cached = answer(engine, WITH_A)

@@ -17,7 +17,7 @@ PARAMS = tiny.greedy(12, prompt_logprobs=1, ignore_eos=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunks": {"max_num_batched_tokens": 16},
-    "tiny pool": {"max_num_batched_tokens": 32, "num_blocks": 12},
+    "tiny pool": {"max_num_batched_tokens": 32, "num_blocks": 11},
     "without cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 24},
 }
 WRONG = {name: ["text", "causal"] for name in SEES}
@@ -69,14 +69,15 @@ def test_the_oracle_can_tell(name: str, wrong: str) -> None:
         assert away[:30].max() < 1e-6
 
 
-def test_text_beside_a_picture_is_unchanged_to_the_bit() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_text_beside_a_picture_is_unchanged_to_the_bit(name: str) -> None:
     """The same tokens once with a picture and once as text: the text request cannot tell."""
     found = []
     for has_picture in (True, False):
         seen = prompt(words(1, 5), A, words(2, 4))
         if not has_picture:
             del seen["multi_modal_data"]
-        output = tiny.outputs(seeing.engine(), [seen, prompt(words(4, 23))], PARAMS)
+        output = tiny.outputs(seeing.engine(name), [seen, prompt(words(4, 23))], PARAMS)
         found.append([(o.outputs[0].token_ids, seeing.scores_of(o).tolist()) for o in output])
     (picture_seen, text), (unseen, text_alone) = found
     assert text == text_alone

@@ -107,9 +107,11 @@ def words(seed: int, count: int) -> list[int]:
 
 def prompt(*parts: list[int] | Prepared) -> dict[str, Any]:
     """A prompt of tokens and pictures."""
-    tokens = [[IMAGE] * p.num_rows if isinstance(p, Prepared) else p for p in parts]
+    tokens: list[int] = []
+    for part in parts:
+        tokens += [IMAGE] * part.num_rows if isinstance(part, Prepared) else part
     pictures = [p for p in parts if isinstance(p, Prepared)]
-    return {"prompt_token_ids": sum(tokens, []), "multi_modal_data": {"image": pictures}}
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": pictures}}
 
 
 # The oracle
@@ -166,7 +168,9 @@ def three_positions(
     while len(positions) < count:
         if left and len(positions) in is_picture:
             height, width = left.pop(0).merged
-            positions += [(start, start + y, start + x) for y in range(height) for x in range(width)]
+            positions += [
+                (start, start + y, start + x) for y in range(height) for x in range(width)
+            ]
             start += max(height, width)
         else:
             positions.append((start, start, start))
@@ -202,9 +206,7 @@ class Adding(nn.Module):
 
 
 @contextmanager
-def seeing_masks(
-    count: int, at: np.ndarray, sizes: Sequence[int], sees: str
-) -> Iterator[None]:
+def seeing_masks(count: int, at: np.ndarray, sizes: Sequence[int], sees: str) -> Iterator[None]:
     """mlx-lm's Gemma under transformers' masks: rows of one picture see each other."""
     span = np.zeros((count, count), bool)
     for end, size in zip(np.cumsum(sizes, dtype=int), sizes, strict=True):
