@@ -257,6 +257,9 @@ def test_a_prefix_with_a_picture_survives_a_restart(
     assert same.num_cached_tokens == 32
     assert same.num_restored_tokens >= 24
     assert engine.eyes.tower.num_runs == 1  # for the other picture
+    retrained = tiny.ask(seeing.engine(prefix_disk_gib=1, tower=1), WITH_A, GREEDY)
+    assert retrained.num_restored_tokens == 0
+    assert retrained.outputs[0].token_ids != expected[0]
 
 
 # Refusals

@@ -13,7 +13,6 @@ import numpy as np
 
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import VOCAB, config_of
-from vllm_metal_lite.assembly import assemble
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -36,18 +35,19 @@ NUM_DEEP = {"qwen3_vl": 2}
 
 
 class RandomTower(Tower):
-    """A picture's features are random numbers that its first patch decides."""
+    """A picture's features are random numbers that the seed and its first patch decide."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, seed: int = 0) -> None:
         super().__init__({})
         text = config_of(name)["text_config"]
-        self.embed = nn.Linear(1, 1)
+        self.embed, self.seed = nn.Linear(1, 1), seed
+        self.embed.weight, self.embed.bias = mx.full((1, 1), seed, mx.float32), mx.zeros(1)
         self.size, self.num_deep = text["hidden_size"], NUM_DEEP.get(name, 0)
         self.num_runs = 0
 
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
         self.num_runs += 1
-        rng = np.random.default_rng(np.array(patches[0]).astype(int).tolist())
+        rng = np.random.default_rng([self.seed, *np.array(patches[0]).astype(int)])
         shape = 1 + self.num_deep, grid[0] * grid[1], self.size
         rows, *deep = (mx.array(a) for a in rng.standard_normal(shape).astype(np.float32))
         return Features(rows, tuple(deep))
@@ -68,7 +68,7 @@ def picture(seed: int, height: int, width: int) -> Prepared:
     return Prepared(patches, (height, width), (height, width), patches[0].tobytes())
 
 
-def eyes_of(name: str) -> CountedEyes:
+def eyes_of(name: str, seed: int = 0) -> CountedEyes:
     family = Family(
         RandomTower,
         "<image>",
@@ -80,8 +80,9 @@ def eyes_of(name: str) -> CountedEyes:
         sees_whole_picture=SEES.get(name, ""),
         embed_scale=8.0 if name in SEES else 1.0,
     )
-    processor = SimpleNamespace(family=family, scale_and_offset=(np.ones(3), np.zeros(3)))
-    return CountedEyes(processor, RandomTower(name))
+    normal = (np.ones(3), np.zeros(3))
+    processor = SimpleNamespace(family=family, scale_and_offset=normal, settings="")
+    return CountedEyes(processor, RandomTower(name, seed))
 
 
 @cache
@@ -93,12 +94,14 @@ def model_of(name: str) -> LoadedModel:
     return loaded
 
 
-def engine(name: str = "qwen3_vl", **options: Any) -> LLMEngine:
-    """A small engine whose model sees, without drafts."""
+def engine(name: str = "qwen3_vl", tower: int = 0, **options: Any) -> LLMEngine:
+    """A small engine whose model sees, without drafts.  tower: the seed of its tower."""
     defaults = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     config = EngineConfig(**{**defaults, "max_model_len": 80, "speculate": "off", **options})
     model = model_of(name).with_kv_bits(config.kv_bits)
-    return LLMEngine(model, config, assemble(model, config)._replace(eyes=eyes_of(name)))
+    eyes = eyes_of(name, tower)
+    with patch("vllm_metal_lite.images.eyes.attach", lambda model: eyes):
+        return LLMEngine(model, config)
 
 
 def words(seed: int, count: int) -> list[int]:
