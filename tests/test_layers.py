@@ -32,7 +32,7 @@ LAYERS = (
     ("model", "structured_outputs"),
     ("runner",),
     # Optional rooms, and the door through which they reach the engine and the plugin.
-    ("checks", "fusion", "prefix_disk"),
+    ("checks", "fusion", "images", "prefix_disk"),
     ("assembly",),
     # On top of the core.
     ("engine",),
@@ -49,6 +49,7 @@ MLX = ("mlx", "mlx_lm", "transformers", "torch", "vllm")
 OPTIONAL = {
     "checks": {"assembly", "cli.doctor"},
     "fusion": {"assembly"},
+    "images": {"assembly"},
     "prefix_disk": {"assembly", "cli.cache"},
 }
 # Modules that import others by a name made at run time.  None of them is in the core: the tests

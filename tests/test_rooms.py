@@ -12,7 +12,7 @@ from tests.support.run_python import run_python
 from vllm_metal_lite import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmark.py", "checks", "cli", "fusion", "prefix_disk", "server")
+ROOMS = ("benchmark.py", "checks", "cli", "fusion", "images", "prefix_disk", "server")
 ROOMS += ("structured_outputs", "vllm_plugin")
 PROMPTS = ["The colour of the door is red. The colour of the door is", "sort: 3 1 2 ->"]
 OPTIONS = {"num_blocks": 16, "max_num_seqs": 2, "max_model_len": 128}

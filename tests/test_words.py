@@ -29,7 +29,7 @@ PHRASES = {
 # Name in the package: the folders and files where it has its meaning, and the word for others.
 _PLANS = "attention kernels recurrence checks fusion/tune engine/scoring engine/llm runner"
 _RANKS = "distributed links model runner fusion kernels vllm_plugin sampling engine server outputs"
-_RANKS += " prefix_disk/namespace assembly"
+_RANKS += " prefix_disk/namespace assembly images/eyes"
 _GROUPS = "attention batch kv scheduler vllm_plugin distributed model kernels checks cli"
 _GROUPS += " recurrence runner engine prefix_disk assembly"
 NAMES = {

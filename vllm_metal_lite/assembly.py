@@ -58,7 +58,7 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
         limit=limit,
     )
     # Before fusion, which changes the weights that identify the model to the folder.
-    prefix_disk = _prefix_disk(model, scheduler, store)
+    prefix_disk = _prefix_disk(model, scheduler, store, eyes)
     sampler = Sampler(config.max_num_seqs, model.vocab_size)
     runner = build_runner(model, store, sampler, config.attention)
     return Parts(scheduler, runner, prefix_disk, eyes)
@@ -73,13 +73,15 @@ def _eyes(model: LoadedModel) -> NoEyes:
     return NoEyes("this installation takes no pictures")
 
 
-def _prefix_disk(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> NoPrefixDisk:
+def _prefix_disk(
+    model: LoadedModel, scheduler: Scheduler, store: PagedStore, eyes: NoEyes
+) -> NoPrefixDisk:
     config = scheduler.config
     if config.enable_prefix_caching and config.prefix_disk_gib > 0:
         with _if_installed("prefix_disk"):
             from vllm_metal_lite.prefix_disk.disk import attach
 
-            return attach(model, scheduler, store) or NoPrefixDisk()
+            return attach(model, scheduler, store, eyes) or NoPrefixDisk()
     return NoPrefixDisk()
 
 

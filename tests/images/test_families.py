@@ -1,5 +1,5 @@
 """What each family makes of a picture: patches as transformers' processors cut them, the text that
-stands for the picture, and the positions of its rows."""
+replaces the picture, and the positions of its rows."""
 
 import json
 from pathlib import Path

@@ -78,7 +78,8 @@ class PlacedPictures:
         or none unless may_start: a step runs the tower once, so that others wait for one picture
         only."""
         begun = self.starts[(self.starts >= start) & (self.starts < end)]
-        return int(begun[may_start]) if len(begun) > may_start else end
+        most = int(may_start)
+        return int(begun[most]) if len(begun) > most else end
 
     def starts_in(self, start: int, end: int) -> bool:
         """Whether a picture starts in a chunk."""

@@ -7,6 +7,7 @@ of their weights (towers.py).  A picture is one sequence of patches, and each pa
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.nn as nn
 
@@ -41,11 +42,11 @@ class EncoderConfig:
     clipped: bool = False
 
 
-class ClippedLinear(nn.Linear):
-    """A linear layer whose input and output are clipped to bounds from the checkpoint (Gemma 4)."""
+class _Clipped(nn.Module):
+    """Clips the input and the output of a linear layer to bounds from the checkpoint (Gemma 4)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         for name in ("input_min", "output_min"):
             self[name] = mx.array(float("-inf"))
         for name in ("input_max", "output_max"):
@@ -56,6 +57,15 @@ class ClippedLinear(nn.Linear):
         return mx.clip(y, self.output_min, self.output_max)
 
 
+class ClippedLinear(_Clipped, nn.Linear):
+    def to_quantized(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return ClippedQuantizedLinear.from_linear(self, *args, **kwargs)
+
+
+class ClippedQuantizedLinear(_Clipped, nn.QuantizedLinear):
+    pass
+
+
 class Layer(nn.Module):
     """x (P, hidden_size) -> the same shape."""
 
@@ -64,7 +74,7 @@ class Layer(nn.Module):
         self.config = config
         size, inner = config.hidden_size, config.intermediate_size
         wide = config.num_heads * config.head_dim
-        linear = ClippedLinear if config.clipped else partial(nn.Linear, bias=config.bias)
+        linear = partial(ClippedLinear if config.clipped else nn.Linear, bias=config.bias)
         norm = nn.LayerNorm if config.layer_norm else nn.RMSNorm
         self.norm1, self.norm2 = (norm(size, eps=config.eps) for _ in range(2))
         self.q, self.k, self.v = (linear(size, wide) for _ in range(3))

@@ -4,12 +4,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import transformers
 from mlx.utils import tree_flatten
 
 from vllm_metal_lite.backend import mx
@@ -73,9 +73,7 @@ class Processor:
     """Prepares pictures for a model.  It needs no weights, so a server's front process has one."""
 
     def __init__(self, family: Family, folder: Path) -> None:
-        name = family.processor
-        module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-        kind = next(k for n, k in vars(module).items() if n.endswith("ImageProcessorPil"))
+        kind: Any = getattr(transformers, family.processor)  # imports Pillow
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
 
@@ -105,6 +103,10 @@ class Processor:
         return found
 
     @property
+    def settings(self) -> str:
+        return str(self._processor.to_json_string())
+
+    @property
     def scale_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
         """A value x of 8 bits becomes x * scale - offset; both (3,) float64, by channel."""
         of = self._processor
@@ -124,9 +126,9 @@ class Eyes(NoEyes):
         self._scale, self._offset = (
             mx.array(values.astype(np.float32)) for values in processor.scale_and_offset
         )
-        parameters: Any = tree_flatten(tower.parameters())
-        weights = sum(value.nbytes for _, value in parameters)
-        self.num_bytes = weights + FEATURE_BYTES
+        weights: Any = tree_flatten(tower.parameters())
+        self.settings, self.weights = processor.settings, weights
+        self.num_bytes = sum(value.nbytes for _, value in weights) + FEATURE_BYTES
 
     def prepare(self, items: Any) -> list[Prepared]:
         if len(items) > MAX_PICTURES:
@@ -174,12 +176,13 @@ def attach(model: LoadedModel) -> NoEyes:
     try:
         if folder is None or model.ranks.size > 1 or model.packed.mode is not Mode.PACKED:
             raise ValueError("it is divided, loaded without its files, or not packed")
-        eyes = Eyes(Processor(family, folder), read_tower(family, folder, model.config))
+        tower = read_tower(family, folder, model.config)
+        tower.set_dtype(model.dtype)
+        eyes = Eyes(Processor(family, folder), tower)
     except Exception as e:  # files of others fail in any way
         reason = f"{name} takes no pictures here: {one_line(e)}"
         logger.warning(reason)
         return NoEyes(reason)
-    eyes.tower.set_dtype(model.dtype)
     if family.rotates_by_grid:
         sections = rotary_sections(model.config)
         model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)

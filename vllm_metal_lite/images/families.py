@@ -1,7 +1,7 @@
 """What each family of models asks of a picture.
 
 `find_family` reads config.json alone.  A family prepares a picture for its tower, writes the text
-that stands for the picture in a prompt, and says how its rows are rotated and what they see.
+that replaces the picture in a prompt, and says how its rows are rotated and what they see.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
 @dataclass(frozen=True)
 class Family:
     """placeholder: what the chat template writes for a picture.  image_token_id: the token of each
-    of its rows.  processor: the model of transformers whose image processor prepares pictures.
+    of its rows.  processor: the class of transformers that prepares pictures, on Pillow.
     text_of: the text of a prepared picture, with one image token a row.
     rotates_by_grid: whether rows are rotated by their place in the picture (M-RoPE).
     sees_whole_picture: whether rows of a picture see later rows of it: in "all" layers, in those
@@ -149,7 +149,7 @@ def _qwen(config: Config) -> Family:
         QwenTower,
         "<|image_pad|>",
         config["image_token_id"],
-        "qwen2_vl",
+        "Qwen2VLImageProcessorPil",
         prepare,
         text_of,
         rotates_by_grid=True,
@@ -172,7 +172,7 @@ def _gemma3(config: Config) -> Family:
         SiglipTower,
         "<start_of_image>",
         _image_token(config, 262144),
-        "gemma3",
+        "Gemma3ImageProcessorPil",
         prepare,
         text_of,
         sees_whole_picture="all",
@@ -198,7 +198,7 @@ def _pixtral(config: Config) -> Family:
         PixtralTower,
         "[IMG]",
         _image_token(config, 10),
-        "pixtral",
+        "PixtralImageProcessorPil",
         prepare,
         text_of,
     )
@@ -227,7 +227,7 @@ def _gemma4(config: Config, tower: type[Tower] = Gemma4Tower) -> Family:
         tower,
         "<|image|>",
         _image_token(config, 258880),
-        "gemma4",
+        "Gemma4ImageProcessorPil",
         prepare,
         text_of,
         sees_whole_picture="sliding" if sees else "",

@@ -47,7 +47,9 @@ class Tower(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.embed.weight.dtype
+        """The type of patches: that of the embedding's weight, of its scales if it is quantised."""
+        embed = self.embed
+        dtype: mx.Dtype = embed.get("scales", embed.weight).dtype
         return dtype
 
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
@@ -335,7 +337,7 @@ class Gemma4Tower(Tower):
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
         height, width = grid
         rows, columns = np.divmod(np.arange(height * width), width)
-        x = self.embed((2 * (patches - 0.5)).astype(self.embed.weight.dtype))
+        x = self.embed((2 * (patches - 0.5)).astype(self.dtype))
         x = x + self.positions[0, mx.array(columns)] + self.positions[1, mx.array(rows)]
         part = self.head_dim // 2
         freqs = self.theta ** -(np.arange(0, part, 2) / part)
@@ -368,7 +370,7 @@ class Gemma4Embedder(Tower):
 
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
         rows, columns = np.divmod(np.arange(len(patches)), grid[1])
-        x = self.patch_ln2(self.embed(self.patch_ln1(patches.astype(self.embed.weight.dtype))))
+        x = self.patch_ln2(self.embed(self.patch_ln1(patches.astype(self.dtype))))
         x = x + self.pos_embedding[mx.array(columns), 0] + self.pos_embedding[mx.array(rows), 1]
         return Features(self.projection(mx.fast.rms_norm(self.pos_norm(x), None, self.eps)))
 

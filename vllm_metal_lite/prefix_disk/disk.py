@@ -19,6 +19,7 @@ from vllm_metal_lite.prefix_disk.namespace import namespace
 from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.prefix_disk.reader import DiskReader
 from vllm_metal_lite.prefix_disk.writer import DiskWriter
+from vllm_metal_lite.runner.pictures import NoEyes
 from vllm_metal_lite.scheduler.kv_manager import PrefixHit
 from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.scheduler.request import Request
@@ -28,7 +29,9 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
-def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "PrefixDisk | None":
+def attach(
+    model: LoadedModel, scheduler: Scheduler, store: PagedStore, eyes: NoEyes
+) -> "PrefixDisk | None":
     """The prefix disk of a new engine, in this user's folder.
 
     None, with a warning, on CUDA and if the folder cannot be used.
@@ -38,7 +41,8 @@ def attach(model: LoadedModel, scheduler: Scheduler, store: PagedStore) -> "Pref
         logger.warning("prefixes are not kept on the disk: the host cannot read a CUDA device")
         return None
     try:
-        digest = namespace(model, scheduler.kv.groups, config.block_size, config.attention)
+        groups, size = scheduler.kv.groups, config.block_size
+        digest = namespace(model, groups, size, config.attention, eyes)
         folder = Folder(path, int(config.prefix_disk_gib * 2**30), model.name)
     except Exception as e:  # a read-only or broken folder must not keep a model from serving
         logger.warning(f"prefixes are not kept on the disk: {path}: {one_line(e)}")

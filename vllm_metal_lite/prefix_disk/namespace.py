@@ -19,11 +19,18 @@ from mlx_lm.models import base
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.source import FOLDER
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.pictures import NoEyes
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
+
+NO_EYES = NoEyes("")
 
 
 def namespace(
-    model: LoadedModel, groups: Sequence[KVGroup], block_size: int, attention: str = "auto"
+    model: LoadedModel,
+    groups: Sequence[KVGroup],
+    block_size: int,
+    attention: str = "auto",
+    eyes: NoEyes = NO_EYES,
 ) -> bytes:
     """The namespace, 16 bytes.  Models that share one compute equal blocks for equal names."""
     packed = model.packed
@@ -36,9 +43,10 @@ def namespace(
         "states": packed.layout.states,
         "block_size": block_size,
         "rank": (model.ranks.rank, model.ranks.size),
+        "pictures": eyes.settings,
     }
     digest = blake2b(repr(sorted(facts.items())).encode(), digest_size=16)
-    weights: Any = tree_flatten(packed.model.parameters())
+    weights: Any = [*tree_flatten(packed.model.parameters()), *eyes.weights]
     sums = [_sums(array) for _, array in weights]
     mx.eval(sums)
     for (name, array), of_array in zip(weights, sums, strict=True):

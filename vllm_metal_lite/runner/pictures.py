@@ -26,10 +26,12 @@ class Features(NamedTuple):
 class NoEyes:
     """The pictures of a model that takes none.  reason: in one line.  Also the base of `Eyes`.
 
-    num_bytes: memory for the tower and for what it keeps.
+    num_bytes: memory for the tower and for what it keeps.  settings: how pictures are prepared.
+    weights: the tower's, by name.  The rows of a picture depend on these two.
     """
 
-    num_bytes = 0
+    num_bytes, settings = 0, ""
+    weights: Sequence[tuple[str, mx.array]] = ()
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

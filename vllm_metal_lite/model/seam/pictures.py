@@ -2,7 +2,7 @@
 
 Three changes, while the forward of a step with rows of pictures is built:
 - the result of `embed_tokens` gets the features of pictures in their rows;
-- `mx.fast.rope` rotates by three positions, of which each frequency takes one (M-RoPE);
+- `mx.fast.rope` rotates by three positions; each frequency takes one of them (M-RoPE);
 - the first layers' results get further features (DeepStack, in Qwen3-VL).
 """
 
