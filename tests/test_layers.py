@@ -45,11 +45,20 @@ LAYERS = (
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 MLX = ("mlx", "mlx_lm", "transformers", "torch", "vllm")
 
-# Rooms that may be deleted, and the modules that import them.  The assembly does without them.
+# Rooms that may be deleted, and the modules that import them.  The assembly does without them;
+# the server needs `images`.
 OPTIONAL = {
     "checks": {"assembly", "cli.doctor"},
     "fusion": {"assembly"},
-    "images": {"assembly"},
+    "images": {
+        "assembly",
+        "server.conversations",
+        "server.model_text",
+        "server.pictures",
+        "server.worker.client",
+        "server.worker.messages",
+        "server.worker.process",
+    },
     "prefix_disk": {"assembly", "cli.cache"},
 }
 # Modules that import others by a name made at run time.  None of them is in the core: the tests
