@@ -78,7 +78,7 @@ class PlacedPictures:
         or none unless may_start: a step runs the tower once, so that others wait for one picture
         only."""
         begun = self.starts[(self.starts >= start) & (self.starts < end)]
-        return int(begun[may_start]) if len(begun) > may_start else end
+        return int(begun[int(may_start)]) if len(begun) > may_start else end
 
     def starts_in(self, start: int, end: int) -> bool:
         """Whether a picture starts in a chunk."""
