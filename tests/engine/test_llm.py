@@ -393,7 +393,8 @@ def test_conversations_fork_behind_their_system_prompt(tmp_path):
         for text in ("Who are you?", "And then?")
     )
     assert first.num_cached_tokens == 0
-    shared = len(llm.engine.render_turn([system], add_generation_prompt=False)[0])
+    prompt, _ = llm.engine.render_turn([system], add_generation_prompt=False)
+    shared = len(prompt["prompt_token_ids"])
     assert other.num_cached_tokens >= shared - 8
 
 

@@ -204,8 +204,7 @@ class Batch:
     def _add(self, request_id: str, job: Job) -> None:
         prompt, checkpoints = job.prompt, job.checkpoints
         if job.is_chat:
-            token_ids, found = self._engine.render_turn(prompt)
-            prompt = {"prompt_token_ids": token_ids}
+            prompt, found = self._engine.render_turn(prompt)
             checkpoints = found if checkpoints == () else checkpoints
         self._engine.add_request(
             request_id, prompt, job.params, priority=job.priority, checkpoints=checkpoints

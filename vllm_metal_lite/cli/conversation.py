@@ -2,11 +2,13 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from vllm_metal_lite.cli import log
+from vllm_metal_lite.cli.files import first_word, is_dropped, read_picture
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.cli.terminal import Terminal
 from vllm_metal_lite.engine.chat_prompt import template_variables, thinking_switch
@@ -80,24 +82,36 @@ class Conversation:
 
     def reset(self) -> None:
         """Start over; the system prompt stays."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[dict[str, Any]] = []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
 
     def ask(
-        self, text: str, write: Callable[[str], None], stopping: Callable[[], object] = lambda: None
+        self,
+        text: str,
+        write: Callable[[str], None],
+        stopping: Callable[[], object] = lambda: None,
+        pictures: Sequence[Any] = (),
     ) -> Turn:
         """Say something and stream the answer to `write`.
 
+        pictures: those before the text, as `engine.eyes.prepare` makes them.
         stopping: called at once, from another thread, on Ctrl-C before the first token: a step of a
         long prompt can take seconds.
 
         Ctrl-C ends the answer; the conversation keeps the text so far.  If the message is refused
         or fails (RequestError), the conversation is unchanged.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        content: Any = text
+        if pictures:
+            content = [{"type": "image", "image": picture} for picture in pictures]
+            content.append({"type": "text", "text": text})
+        messages = [*self.messages, {"role": "user", "content": content}]
         prompt, checkpoints = self.engine.render_turn(messages, **self._template)
-        if len(prompt) >= self.engine.max_model_len:
+        num_tokens = len(prompt["prompt_token_ids"])
+        if num_tokens >= self.engine.max_model_len:
             raise RequestError(
-                f"the conversation would have {len(prompt)} tokens, "
+                f"the conversation would have {num_tokens} tokens, "
                 f"and the context holds {self.engine.max_model_len}"
             )
         turn = self._run(prompt, checkpoints, write, stopping)
@@ -110,7 +124,7 @@ class Conversation:
 
     def _run(
         self,
-        prompt: list[int],
+        prompt: dict[str, Any],
         checkpoints: tuple[int, ...],
         write: Callable[[str], None],
         stopping: Callable[[], object],
@@ -125,9 +139,7 @@ class Conversation:
 
         try:
             with DeferredInterrupt(pressed) as interrupt:
-                self.engine.add_request(
-                    request_id, {"prompt_token_ids": prompt}, self.params, checkpoints=checkpoints
-                )
+                self.engine.add_request(request_id, prompt, self.params, checkpoints=checkpoints)
                 while not (interrupt.pressed or (output and output.finished)):
                     for output in self._step():
                         text = output.outputs[0].text
@@ -158,6 +170,10 @@ _HELP = """\
 /help           this list
 /reset          forget the conversation
 /system TEXT    set the system prompt and start over (alone: show it; /system -: remove it)
+/image PATH [QUESTION]
+                show the model a picture: it goes with QUESTION, else with the next message
+                (/image -: take waiting pictures back).  Quote a path with spaces, or drop the
+                file on the terminal.
 /quit           leave (also Ctrl-D)
 A line that ends in a backslash continues in the next.  Ctrl-C stops an answer."""
 
@@ -168,6 +184,7 @@ class Session:
     def __init__(self, conversation: Conversation, terminal: Terminal) -> None:
         self._conversation, self._terminal = conversation, terminal
         self._left = False
+        self._pictures: list[Any] = []  # they go with the next message
 
     def run(self) -> int:
         """Talk until the user leaves; returns the exit code."""
@@ -206,17 +223,25 @@ class Session:
         return 130 if turn.end in ("stopped", "dropped") else 0
 
     def _take(self, message: str) -> None:
+        if is_dropped(message):
+            message = f"/image {message}"
         if message.startswith("/"):
             self._obey(*message.strip().split(maxsplit=1))
         elif message.strip():
-            try:
-                self._turn(message.strip())
-            except MetalLiteError as e:
-                self._terminal.notice(
-                    f"error: {e.spelled(engine_flag)}\n"
-                    "Your message was taken back; the conversation is as it was before (/reset "
-                    "starts over)."
-                )
+            self._ask(message.strip())
+
+    def _ask(self, message: str) -> None:
+        try:
+            self._turn(message, self._pictures)
+        except MetalLiteError as e:
+            what = "message and its pictures were" if self._pictures else "message was"
+            self._terminal.notice(
+                f"error: {e.spelled(engine_flag)}\n"
+                f"Your {what} taken back; the conversation is as it was before (/reset "
+                "starts over)."
+            )
+        finally:
+            self._pictures = []
 
     def _obey(self, command: str, text: str = "") -> None:
         if text and command in ("/help", "/quit", "/reset"):
@@ -229,6 +254,8 @@ class Session:
                 self._left = True
             case "/reset":
                 self._reset()
+            case "/image":
+                self._image(text)
             case "/system":
                 self._system(text)
             case _:
@@ -237,9 +264,9 @@ class Session:
     def _refuse(self, why: str) -> None:
         self._terminal.notice(f"{why}  (To send this as a message, put a space before the slash.)")
 
-    def _turn(self, message: str) -> Turn:
+    def _turn(self, message: str, pictures: Sequence[Any] = ()) -> Turn:
         stopping = partial(self._terminal.status, log.STOPPING)
-        turn = self._conversation.ask(message, self._terminal.write, stopping)
+        turn = self._conversation.ask(message, self._terminal.write, stopping, pictures)
         if not turn.output.outputs[0].text.endswith("\n"):
             self._terminal.write("\n")
         self._terminal.status(str(turn))
@@ -247,7 +274,27 @@ class Session:
 
     def _reset(self) -> None:
         self._conversation.reset()
+        self._pictures = []
         self._terminal.notice("The conversation starts over.")
+
+    def _image(self, text: str) -> None:
+        if text == "-":
+            self._pictures = []
+            self._terminal.notice("No picture waits for the next message.")
+            return
+        path, question = first_word(text)
+        try:
+            if not path:
+                raise RequestError("/image needs the path of a picture")
+            self._pictures += self._conversation.engine.eyes.prepare([read_picture(path)])
+        except MetalLiteError as e:
+            self._terminal.notice(f"error: {e}")
+            return
+        if question:
+            self._ask(question)
+        else:
+            waiting = "The picture goes" if len(self._pictures) == 1 else "The pictures go"
+            self._terminal.notice(f"{waiting} with your next message (/image -: take back).")
 
     def _system(self, text: str) -> None:
         conversation = self._conversation

@@ -6,6 +6,8 @@ A bad name is refused before long work.
 import json
 import os
 import queue
+import re
+import shlex
 import stat
 import sys
 import threading
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_metal_lite.cli.options import UsageError
-from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
+from vllm_metal_lite.errors import MetalLiteError, RequestError, one_line, shorten, show
 
 
 def open_input(name: str) -> BinaryIO:
@@ -159,3 +161,37 @@ class OrderedWriter:
                 raise
             raise MetalLiteError(f"the output cannot be written: {e.strerror}") from None
         self.num_written += 1
+
+
+# The largest picture file.
+_MAX_BYTES = 100 << 20
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+# A word as shells read it: with quotes, or with a backslash before each space.
+_WORD = re.compile(r"""((?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\s\\'"])*)(.*)""", re.DOTALL)
+
+
+def first_word(line: str) -> tuple[str, str]:
+    """(The first word of a line without its quotes and backslashes, the rest of the line)."""
+    match = _WORD.match(line)
+    assert match is not None  # both parts may be empty
+    word, rest = match.groups()
+    return "".join(shlex.split(word)), rest.strip()
+
+
+def is_dropped(line: str) -> bool:
+    """Whether a line begins with the path of a picture, as terminals paste a dropped file."""
+    path = first_word(line)[0]
+    return path.startswith("/") and path.lower().endswith(_SUFFIXES) and os.path.isfile(path)
+
+
+def read_picture(path: str) -> bytes:
+    """The bytes of a file.  Raises RequestError."""
+    try:
+        file = Path(path).expanduser()
+        if not os.path.isfile(file):
+            raise RequestError(f"there is no file {show(path)}")
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise RequestError(f"{show(path)} has {size:,} bytes; the limit is {_MAX_BYTES:,}")
+        return file.read_bytes()
+    except (OSError, RuntimeError) as e:  # RuntimeError: ~NAME of no user
+        raise RequestError(f"{show(path)} cannot be read: {e}") from None

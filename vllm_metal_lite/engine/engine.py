@@ -83,20 +83,20 @@ class LLMEngine:
     def render_turn(
         self,
         messages: Sequence[Mapping[str, Any]],
-        pictures: Sequence[Any] = (),
         /,
         *,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """(Token ids, `checkpoints`) of a conversation under the model's chat template.
-
-        pictures: those of its parts of type "image", in order, as `eyes.prepare` makes them.
-        """
+    ) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """(Prompt, `checkpoints`) of a conversation under the model's chat template.  The prompt
+        has its token ids and pictures."""
+        messages, pictures = self.eyes.split(messages)
         model, named = self.model, self.scheduler.kv.uses_checkpoints
         expand = partial(self.eyes.expand, pictures=pictures) if pictures else str
         prompt = ChatPrompt(model.tokenizer, model.name, with_checkpoints=named, expand=expand)
-        return prompt.turn(messages, add_generation_prompt, variables)
+        token_ids, checkpoints = prompt.turn(messages, add_generation_prompt, variables)
+        made = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
+        return made, checkpoints
 
     def add_request(
         self,

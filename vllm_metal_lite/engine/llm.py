@@ -106,9 +106,8 @@ class LLM:
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         prompts, checkpoints = [], []
         for conversation in many:
-            rendered, pictures = self.engine.eyes.split(conversation)
-            token_ids, positions = self.engine.render_turn(rendered, pictures, **options)
-            prompts.append({"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}})
+            prompt, positions = self.engine.render_turn(conversation, **options)
+            prompts.append(prompt)
             checkpoints.append(positions)
         return self.generate(prompts, sampling_params, checkpoints=checkpoints, use_tqdm=use_tqdm)
 

@@ -9,9 +9,7 @@ import numpy as np
 
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.images.pictures import Picture, decode, of_pillow, picture_of
-
-# The parts of OpenAI's messages and of vLLM's that hold pictures.
-_PICTURES = ("image_url", "image_pil", "image")
+from vllm_metal_lite.runner.pictures import PICTURE_PARTS
 
 
 def read(item: Any) -> Picture:
@@ -62,7 +60,7 @@ def _without_pictures(message: Any, found: list[Any]) -> Any:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _PICTURES:
+        if kind not in PICTURE_PARTS:
             parts.append(part)
             continue
         item = part.get(kind)

@@ -1,6 +1,6 @@
 """Pictures of running requests: which rows of a step are theirs, and how the rows are rotated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.pictures import NO_FEATURE, PictureRows, PlacedPictures
 from vllm_metal_lite.errors import RequestError
+
+# The parts of OpenAI's messages and of vLLM's that hold pictures.
+PICTURE_PARTS = ("image_url", "image_pil", "image")
 
 
 class Features(NamedTuple):
@@ -42,7 +45,13 @@ class NoEyes:
         raise RequestError(self.reason)
 
     def split(self, messages: Any) -> tuple[Any, list[Any]]:
-        """(Messages with a part {"type": "image"} for each picture, the prepared pictures)."""
+        """(Messages with a part {"type": "image"} for each picture, the prepared pictures).  Raises
+        RequestError: chat templates of text leave pictures out without a word."""
+        for message in messages if isinstance(messages, (list, tuple)) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, (list, tuple)) else ():
+                if isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS:
+                    raise RequestError(self.reason)
         return messages, []
 
     def expand(self, text: str, pictures: Sequence[Any]) -> str:

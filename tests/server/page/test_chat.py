@@ -127,7 +127,8 @@ def test_text_files_go_with_a_message(view, page):
     large = {"name": "large.md", "mimeType": "", "buffer": b"a" * (2**20 + 1)}
     page.set_input_files("#attach", [notes, picture, large])
     expect(page.locator("#problem-text")).to_have_text(
-        "a.png is not UTF-8 text. large.md has 1,048,577 bytes; the limit is 1,048,576."
+        "a.png is a picture, and this model reads text only. "
+        "large.md has 1,048,577 bytes; the limit is 1,048,576."
     )
     expect(page.locator("#attached li")).to_have_text(["notes.md"])
     view.answer_with({"content": "Level 3."})

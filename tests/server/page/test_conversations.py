@@ -209,6 +209,7 @@ _ODD = {
         5,
         [_MESSAGE | {"role": "tool"}],
         [_MESSAGE | {"files": {}}],
+        [_MESSAGE | {"files": [{"name": "a.png", "url": "https://example.com/a.png"}]}],
         [_MESSAGE | {"usage": {}}],
         [_MESSAGE | {"endedAt": "late"}],
         [_MESSAGE | {"role": "assistant"}],  # an answer to nothing

@@ -48,21 +48,10 @@ def test_fingers_find_every_button(open_page):
     assert not page.locator("#engine button, #engine a").evaluate_all(small)
 
 
-def name_model(page, **fields) -> None:
-    """Let the page get these fields of its model."""
-
-    def models(route):
-        listed = route.fetch().json()
-        listed["data"][0] |= fields
-        route.fulfill(json=listed)
-
-    page.route("**/v1/models", models)
-
-
 @pytest.mark.parametrize("width", [360, 390])
 def test_a_phone_shows_its_buttons_beside_their_titles(open_page, width):
     view = open_page(viewport={"width": width, "height": 844}, opens=False)
-    name_model(view.page, id="mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit")
+    view.name_model(id="mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit")
     view.open()
     for name in ("#settings-open", "#engine-toggle"):
         expect(view.page.locator(name)).to_be_in_viewport(ratio=1)
@@ -86,7 +75,7 @@ def test_the_thinking_switch_is_shown_where_the_model_has_one(open_page, thinkin
     """A model that is not loaded has the switch too, and so has a conversation that set it."""
     view = open_page(opens=False)
     page = view.page
-    name_model(page, thinking=thinking)
+    view.name_model(thinking=thinking)
     view.open()
     page.click("#settings-open")
     expect(page.locator("#set-temperature")).to_be_visible()

@@ -147,6 +147,16 @@ class PageView:
 
         self.page.route(f"**/v1/{path}", change)
 
+    def name_model(self, **fields: object) -> None:
+        """Let the page get these fields of its model."""
+
+        def models(route: Route) -> None:
+            listed = route.fetch().json()
+            listed["data"][0] |= fields
+            route.fulfill(json=listed)
+
+        self.page.route("**/v1/models", models)
+
     def refuse(self, path: str, message: str, status: int = 503) -> None:
         """Let the page get an error for all its requests to this path."""
         self.expect_complaints(f"status of {status}")

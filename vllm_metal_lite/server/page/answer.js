@@ -1,7 +1,7 @@
 // Asks /v1/chat/completions for one answer, and fills a message with it.
 
 import { ApiError, events, request } from "./api.js";
-import { contentOf } from "./attachments.js";
+import { contentOf, joined } from "./attachments.js";
 import { fields } from "./sampling.js";
 
 /** The body of a request for an answer to `shown`, messages of a conversation. */
@@ -13,7 +13,7 @@ export function bodyOf(conversation, shown) {
     const content = m.role === "user" ? contentOf(m) : m.content;
     const last = messages.at(-1);
     // After an answer that failed, two questions become one: many chat templates want roles in turns.
-    if (m.role === "user" && last?.role === "user") last.content += `\n\n${content}`;
+    if (m.role === "user" && last?.role === "user") last.content = joined(last.content, content);
     else if (m.role === "user" || content) messages.push({ role: m.role, content });
   }
   return {

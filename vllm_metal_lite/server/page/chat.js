@@ -22,7 +22,7 @@ export class Chat {
     this.changed = changed;
     this.readModels = readModels;
     this.problem = problem;
-    this.attachments = new Attachments(problem);  // of the next message
+    this.attachments = new Attachments(problem, () => Boolean(this.model?.input_modalities?.includes("image")));  // of the next message
     this.conversation = null;
     this.running = new Map();  // of each conversation that is answered: its AbortController
     this.models = [];
@@ -84,6 +84,7 @@ export class Chat {
   }
 
   drawState() {
+    this.attachments.drawField();
     byId("send").hidden = this.busy;
     byId("stop").hidden = !this.busy;
     byId("context").textContent = this.contextUse();

@@ -15,7 +15,8 @@ export function download(title, value) {
 }
 
 const isText = (value) => typeof value === "string";
-const isFile = (value) => isText(value?.name) && isText(value.text);
+const isPicture = (url) => isText(url) && url.startsWith("data:image/");
+const isFile = (value) => isText(value?.name) && (isText(value.text) || isPicture(value.url));
 const isUsage = (value) => Number.isFinite(value.prompt_tokens + value.completion_tokens);
 const missingOr = (isGood) => (value) => value == null || isGood(value);
 
