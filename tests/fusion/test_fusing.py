@@ -85,7 +85,7 @@ def test_what_is_joined():
 
 
 def test_projections_of_unlike_weights_stay_apart():
-    """k has 8 bits, so q and v stay alone: only neighbours are joined."""
+    """Only v is quantised, so v stays alone: q is joined with k, and gate with up."""
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
     join_projections(model)

@@ -64,9 +64,8 @@ class Folder:
         self.num_errors = 0
         self._last_warning = ""
         self._model = model
-        self._sizes: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # in the quota; least recently used first
+        # The files that count in the quota, by key; the least recently used one is first.
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._version: tuple[int, int] | None = None  # the folder had these sizes then
         self._last_use = 0
         self._new = path / "tmp" / "new"
