@@ -1,5 +1,5 @@
 // causal_conv: the short depthwise convolution in front of a recurrent layer, over the packed rows of a
-// step, and the rows that each request carries to its next step, in place.
+// step.  It also updates, in place, the rows that each request carries to its next step.
 //
 //   x         (N, X_WIDTH) of T          this step's rows, packed: CHANNELS columns from X_START on
 //   weight    (CHANNELS, K) of T         weight[c, K - 1] meets the row itself, weight[c, 0] the oldest

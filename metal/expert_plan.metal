@@ -26,8 +26,9 @@
 //
 // Cost.  One launch; a thread reads 2 pairs + EXPERTS words of threadgroup memory for each expert.
 
-// The experts of pairs from `first` on, for all threads.  Padding's is EXPERTS.  INDICES: a pointer, of the
-// constant address space for fewer than 8 pairs.
+// Copies the experts of at most PART pairs, from pair `first` on, to threadgroup memory, where all threads
+// read them.  A pair of padding gets the number EXPERTS.  INDICES is the type of `indices`: a pointer, which
+// is in the constant address space if there are fewer than 8 pairs.
 template <int EXPERTS, int PART, int THREADS, typename INDICES>
 METAL_FUNC void stage(threadgroup int* experts, INDICES indices, int first, int end, int live,
                       int thread_index) {

@@ -1,7 +1,7 @@
-// gather_rows: rows of a matrix in any order, bytes as they are.
+// gather_rows: rows of a matrix in any order, copied byte for byte.
 //
 //   rows   (M, WIDTH words) of T   the matrix
-//   index  (N,) int32              the row of each row wanted; every one must be valid
+//   index  (N,) int32              for each row of out, the row of the matrix; every one must be valid
 //   out    (N, WIDTH words) of T
 //
 // Prompts of unlike length go to MLX's SDPA in padded batches: queries are gathered into them, and

@@ -7,7 +7,7 @@
 //   values        (slots, 1, ROPE)        the rotary keys; of BITS < 16: rows as in quantised.h
 //   block_tables  (S, max_blocks) int32   the blocks of each segment, in order
 //   cu_seqlens_q  (S + 1,) int32          segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
-//   seq_lens      (S,) int32              its keys, those of its own rows included
+//   seq_lens      (S,) int32              the number of keys of segment s, those of its own rows included
 //   tiles         (T, 2) int32            segment, first (row, head) pair; see plan_tiles
 //   ticket        float32                 read after the writes before it
 //   SCALE         the bits of a float (a template value is an integer)

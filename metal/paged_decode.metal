@@ -296,7 +296,7 @@ if (newest && sg == SIMDGROUPS - 1) {
   }
 }
 
-// A split of the prefix is like a key that has its score, the lse, and its value.
+// Each split of the prefix is added like one key: its lse is the key's score, its result the key's value.
 if (prefix_len > 0) {
   const int prefix_splits = prefix_lse_shape[2];
   const int side_by_side = SIMDGROUPS * KEYS;

@@ -12,8 +12,8 @@
 // the smallest value itself and the scale is rounded before it is used, which errs less.
 #include "words.h"
 
-// The scale and low of a group, to[0] and to[1], from the sizeof(T) / 2 words that hold them, in any
-// address space.
+// Reads the scale (to[0]) and the low (to[1]) of a group from the sizeof(T) / 2 words that hold them, in
+// any address space.
 template <typename T, typename P>
 METAL_FUNC void load_affine(P from, thread float* to) {
 #pragma unroll

@@ -169,8 +169,9 @@ METAL_FUNC void measure_row(const device T* q, const device T* k, const threadgr
   of_q = NORM ? q_scale * metal::precise::rsqrt(row_sum(square_q) + eps) : 1.0f;
 }
 
-// One row advances HELD elements of the state.  v: of this lane's row of the state.  beta: times of_k.
-// both: k . q.  Returns S q after the row, not yet times of_q.
+// One row advances HELD elements of the state.  v: the value for this lane's row of the state.
+// beta: already multiplied by of_k.  both: k . q.  Returns S q after the row, not yet multiplied
+// by of_q.
 template <typename T, typename G, int HELD, int VEC, bool DELTA, bool VECTOR, bool TILED>
 METAL_FUNC float advance_row(thread float* state, const device T* q,
                              const device T* k, const device G* gates,

@@ -66,7 +66,7 @@ METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int las
   spread_across(to, near, far);
 }
 
-// The same of 8 rows that lie anywhere, at these offsets of x.
+// As load_across, without NORM, for 8 rows that lie anywhere: row i begins at x + offsets[i].
 template <typename T, int SPREAD>
 METAL_FUNC void gather_across(thread RowsAcross<T>& to, const device T* x,
                               const threadgroup int* offsets, int row, int col) {
@@ -75,8 +75,8 @@ METAL_FUNC void gather_across(thread RowsAcross<T>& to, const device T* x,
                 *(const device uint2*)(x + offsets[col + 1] + from));
 }
 
-// y[p] (8 x 8) += rows 8 p .. 8 p + 7 of w times those of x, p = 0 and 1.  w[p]: this lane's 8
-// elements of row 8 p + row, from 4 col on.
+// For p = 0 and 1: adds to y[p] (8 x 8) the product of rows 8 p to 8 p + 7 of w with x; the same x
+// serves both.  w[p] holds the 8 elements that this lane keeps of row 8 p + row, from element 4 * col on.
 template <typename T>
 METAL_FUNC void multiply_rows(thread metal::simdgroup_matrix<float, 8, 8>* y, const thread uint4* w,
                               thread RowsAcross<T>& x) {

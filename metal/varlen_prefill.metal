@@ -5,7 +5,7 @@
 //                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
 //   block_tables  (S, max_blocks) int32         the blocks of each segment, in order
 //   cu_seqlens_q  (S + 1,) int32                segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
-//   seq_lens      (S,) int32                    its keys, those of its own rows included
+//   seq_lens      (S,) int32                    the number of keys of segment s, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (row, head) pair; see plan_tiles
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   ticket        float32 -> next_ticket (8,)    read after the writes before it

@@ -85,7 +85,7 @@ METAL_FUNC uint code_pair(uint word, int i) {
       (shifted(word, 16 - BITS - i * BITS) & (0x8000u * BOTH));
 }
 
-// A half's exponent is larger by 15 - 1 and 15 - 7 than that of e2m1 and e4m3.
+// The exponent bias of a half exceeds that of e2m1 by 15 - 1, and that of e4m3 by 15 - 7.
 template <int BITS>
 METAL_FUNC float e_unit() {
   return BITS == 4 ? 16384.0f : 256.0f;
@@ -127,7 +127,7 @@ METAL_FUNC void unpack_codes(const thread uint* words, int j, thread float* to) 
   }
 }
 
-// A group's scale, and what is added: a weight is scale * code + low.
+// The scale of a group, to[0], and its low, to[1]: a weight is scale * code + low.
 template <typename T, int FORM, int BITS>
 METAL_FUNC void unpack_group(uint scale, uint bias, thread float* to) {
   to[1] = 0.0f;

@@ -282,7 +282,7 @@ def test_lmdeploy_4631_a_chunk_that_lacks_blocks_lets_decodes_drain():
     waiting = engine.add([3], 1)
     steps = [engine.step() for _ in range(2)]
     assert [shape(out) for out in steps] == [[("r0", 6 + i, 1)] for i in range(2)]
-    assert chunked.num_blocks == 2  # reserved to the chunk's end, not to the prompt's
+    assert chunked.num_blocks == 2  # reserved up to the end of the chunk, not of the prompt
     assert waiting in engine.scheduler.waiting
     engine.scheduler.kv.pools[0].free(taken)
     engine.run()

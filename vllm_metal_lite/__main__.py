@@ -1,4 +1,4 @@
-"""`python -m vllm_metal_lite`: the command line, where its script is not on the PATH."""
+"""`python -m vllm_metal_lite`: the command line, for when its script is not on the PATH."""
 
 import sys
 

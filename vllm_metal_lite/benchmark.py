@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import lt
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
@@ -147,7 +149,8 @@ class ThisEngine:
         return sum(self._cached.values())
 
 
-_NATIVE: dict[int, nn.Module] = {}
+# The copies that `native` has made.
+_NATIVE: WeakKeyDictionary[PackedModel, nn.Module] = WeakKeyDictionary()
 
 
 def native(model: LoadedModel) -> nn.Module:
@@ -157,9 +160,10 @@ def native(model: LoadedModel) -> nn.Module:
     """
     if backend.is_cpu():  # where nothing is joined
         return model.packed.model
-    if id(model) not in _NATIVE:
-        _NATIVE[id(model)] = copy.deepcopy(model.packed.model)
-    return _NATIVE[id(model)]
+    packed = model.packed
+    if packed not in _NATIVE:
+        _NATIVE[packed] = copy.deepcopy(packed.model)
+    return _NATIVE[packed]
 
 
 class MlxLm:

@@ -100,7 +100,8 @@ class DeviceProfile:
 
     # Steps
 
-    # Rows from which a step that is not compiled is submitted layer by layer, as it is built.
+    # A step that is not compiled, and has at least this many rows, is submitted layer by layer
+    # while it is built.
     submitted_rows: int = 512
     # (rows, grain) pairs: a step of up to `rows` rows is padded to a multiple of `grain`; a grain
     # of 0 means the next power of two.  The last pair has no limit.  MLX reuses buffers only of

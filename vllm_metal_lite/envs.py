@@ -51,7 +51,8 @@ def cache_folder() -> Path:
 
 
 def prefix_folder() -> Path:
-    """The folder of cached prefixes, in `cache_folder`.  Spotlight skips names with this ending."""
+    """The folder of cached prefixes, in `cache_folder`.  Spotlight skips names that end in
+    `.noindex`."""
     return cache_folder() / "prefixes.noindex"
 
 

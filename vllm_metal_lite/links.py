@@ -18,8 +18,8 @@ _BACKENDS = ("ring", "jaccl", "jaccl-ring")
 class Links(NamedTuple):
     """How ranks are connected.
 
-    backend: a backend of mx.distributed; "jaccl-ring" is JACCL where not every two hosts share a
-    cable.
+    backend: a backend of mx.distributed; "jaccl-ring" is JACCL where some pairs of hosts share
+    no cable.
     ips: for each rank, the addresses at which the rank listens; the ring makes a connection for
     each.  A rank without addresses chooses one.
     devices: for each rank, its RDMA device for each other rank (JACCL), or None if it has none.

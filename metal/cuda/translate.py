@@ -70,10 +70,10 @@ def as_files(name: str, header: str, body: str) -> tuple[str, str]:
 def _as_file(name: str, part: str, text: str) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = _text_folder() / f"{name}-{digest}.{part}"
-    if not file.exists():  # another process may look for the file at the same time
+    if not file.exists():
         new = file.with_name(f"{file.name}.{threading.get_native_id()}")
         new.write_text(text, encoding="utf-8")
-        new.replace(file)
+        new.replace(file)  # another process may be reading the file
     shapes = " ".join(sorted(set(_SHAPE.findall(text))))
     return f'\n#include "{file}"\n// {shapes}\n'
 

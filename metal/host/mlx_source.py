@@ -62,7 +62,7 @@ def generated_source(
         raise HostError(f"MLX printed no source for kernel {definition['name']}: {printed[:200]!r}")
     text = "```".join(parts[1:-1]).removeprefix("\n")
     if template and not (name := oldest_name(text)).isidentifier():
-        raise HostError(f"MLX 0.32.2 would name the kernel {name}, which is no identifier")
+        raise HostError(f"MLX 0.32.2 would name the kernel {name}, which is not an identifier")
     return text
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import fields, replace
 from functools import partial
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -253,6 +253,15 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
     assert f"answer 1, token 5: 7 instead of 8, {margin:.3f} standard deviations apart" in out
     assert ("equal but for ties" in out) == is_tie
     assert ("use `--attention reference`" in out) == (not is_tie)
+
+
+def test_a_report_has_null_for_what_is_no_number(no_work, capsys, tmp_path):
+    file = tmp_path / "report.json"
+    difference = compare_tokens.Difference(0, 4, 7, 8, nan, False)
+    no_work["answers"] = replace(no_work["answers"], differences=[difference])
+    report = report_of(capsys, "--report", str(file), code=1)
+    assert report["answers"]["differences"][0]["margin"] is None
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == report
 
 
 def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, capsys):

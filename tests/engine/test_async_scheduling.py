@@ -24,7 +24,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 def is_eos(token: int) -> bool:
-    """Answers also end at stop tokens, which the scheduler cannot predict."""
+    """Whether a token is a stop token.  Answers end there too; the scheduler cannot predict it."""
     return token % 29 == 0
 
 

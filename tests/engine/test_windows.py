@@ -325,7 +325,7 @@ def test_what_a_window_cannot_take_is_refused():
 
 
 def test_a_prompts_blocks_are_given_back_before_its_first_decode():
-    """Otherwise a request that needs a block would preempt it."""
+    """Otherwise another request that needs a block would preempt this one."""
     config = fake_config(4, max_num_batched_tokens=32)
     engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=5, num_blocks=12)], 120)
     request = engine.add(list(range(30)), max_tokens=9)

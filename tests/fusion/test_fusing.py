@@ -85,7 +85,7 @@ def test_what_is_joined():
 
 
 def test_projections_of_unlike_weights_stay_apart():
-    """k has 8 bits, so q and v stay alone: only neighbours are joined."""
+    """Only v is quantised, so v stays alone: q is joined with k, and gate with up."""
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
     join_projections(model)
@@ -224,9 +224,10 @@ def test_rotations_are_compared_by_what_they_do():
         assert [same_rope(a.rope, b.rope) for b in turned] == [i == j for j in range(5)]
 
 
-# Whole models on the CPU host.  Launches a layer of rope_write (in steps of decodes it is part of
-# attention), kv_write and add_rms_norm, as far as the architecture has what they
-# represent: norms of heads, a rotation, plain residual sums.
+# Whole models on the CPU host.  For each: how many launches of (rope_write, kv_write,
+# add_rms_norm) one layer makes.  In steps of decodes, attention does the work of rope_write.
+# kv_write serves layers without rope_write.  The other counts are 0 if the architecture lacks what
+# the kernel fuses: a rotation after the norms of heads, or plain residual sums.
 LAUNCHES = {
     "qwen3": (1, 0, 2),
     "llama": (1, 0, 2),

@@ -216,6 +216,14 @@ def test_a_trial_that_failed_is_repeated(monkeypatch):
         assert decide._Trials(packed, attention, ALONE).problem(FusedLaunches())
 
 
+def test_ctrl_c_ends_a_trial_at_once(monkeypatch):
+    trials = decide._Trials(*model(), ALONE)
+    monkeypatch.setattr(decide.Trial, "problem", tried := Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trials.problem(FusedLaunches())
+    assert tried.call_count == 1
+
+
 @pytest.mark.parametrize("suits", [True, False])
 def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suits):
     order = []

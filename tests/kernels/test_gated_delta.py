@@ -411,7 +411,7 @@ def logits(**change):
         ),
         ({"gates": logits(a_log=mx.zeros(3))}, r"a_log must be \(4,\), not \(3,\)"),
         ({"gates": logits(dt_bias=mx.zeros((4, 16)))}, r"bias must be \(4,\), not \(4, 16\)"),
-        ({"gates": logits(lower_bound=0.5)}, "no number below 0 as a template value, not -0.5"),
+        ({"gates": logits(lower_bound=0.5)}, "template value must be at least 0, not -0.5"),
     ],
 )
 def test_bad_input_is_named(change, message):

@@ -14,7 +14,8 @@ from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
-# Half a step of each type.
+# The largest relative error of one rounding to the type; for float32, eight times that, because
+# sums are rounded too.
 STEP = {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 EPS = 0.03  # so large that a test notices another eps
 

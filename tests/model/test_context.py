@@ -14,7 +14,10 @@ from vllm_metal_lite.runner.memory import size_store
 
 
 def length(name: str, **changes) -> tuple[int, str | None]:
-    """Of a tiny model whose configuration has these keys, and not those that are None."""
+    """The context length of a tiny model, and its source if it is a guess.
+
+    changes: keys of the configuration; None removes a key.
+    """
     config = {k: v for k, v in {**config_of(name), **changes}.items() if v is not None}
     return context_length(tiny.build(config), config)
 

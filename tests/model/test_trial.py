@@ -19,7 +19,7 @@ from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.layout import find_layout
 from vllm_metal_lite.model.packed import PackedModel
 
-# What routes a token to 4 of 16 experts, in many layers, is chaotic: rounding flips experts.
+# Routing each token to 4 of 16 experts in many layers is chaotic: rounding changes the choice.
 EXPERTS = {
     "num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 12,
 }  # fmt: skip

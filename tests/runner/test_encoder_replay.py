@@ -26,7 +26,7 @@ from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# A command buffer per primitive; MLX's default; one per step.
+# Command buffers of one primitive, of 7, of 40 (MLX's default), and of a whole step.
 LIMITS = [Limits(0, 0), Limits(7, 40), Limits(40, 40), Limits(1 << 30, 1 << 30)]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = tiny.prompts(4, 20, 40, seed=3)

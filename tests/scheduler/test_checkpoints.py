@@ -49,7 +49,7 @@ class Host:
 
 
 class Chat:
-    """A conversation whose prompts write answers in other words than the model did."""
+    """A conversation whose prompts repeat the answers in other tokens than the model generated."""
 
     def __init__(self, host: Host, system: list[int], questions: list[int]) -> None:
         self.host, self.questions = host, questions

@@ -33,7 +33,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def run_and_check(engine: FakeEngine) -> list[SchedulerOutput]:
-    """Run to the end; every request must have answered what it answers alone."""
+    """Run to the end; every request must have answered what it would answer alone."""
     unfinished = list(engine.unfinished.values())
     steps = engine.run()
     for request in unfinished:
@@ -357,7 +357,8 @@ def test_a_span_is_passed_over_while_it_does_not_fit_but_not_forever():
 
 
 def test_prompts_of_two_steps_do_not_pass_a_span_forever():
-    """Each leaves half of the next step, where another one would begin."""
+    """Each prompt ends in the middle of a step, where the next one would begin; the span needs a
+    whole step."""
     engine = make(max_num_batched_tokens=8)
     engine.add(prompt(12), max_tokens=1)
     engine.step()

@@ -32,7 +32,8 @@ def create(client, *messages, **options):
 
 
 def chat(http, *messages, **options):
-    """The choice of chat completions, which must say the same."""
+    """Ask the same of /v1/chat/completions; returns its only choice, whose text must equal the
+    message's."""
     body = {"messages": list(messages), **LIMITS, **options}
     reply = http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200

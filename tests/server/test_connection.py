@@ -135,7 +135,7 @@ def test_what_is_not_http_harms_nobody(running, junk, capfd):
     # A server that closes with bytes unread resets the connection: sending or reading may fail.
     with connect(running.url) as sock, suppress(ConnectionError):
         sock.sendall(junk)
-        with suppress(OSError):  # it has closed already
+        with suppress(OSError):  # the server has closed already
             sock.shutdown(socket.SHUT_WR)
         answer = read_all(sock)
     if answer:

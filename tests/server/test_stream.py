@@ -1,6 +1,7 @@
 """Streams of events, and clients that leave, over a simulated connection."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -94,6 +95,28 @@ async def test_a_long_silence_is_broken():
     assert connection.sent[0] == b"first"
     connection.gone.set()
     await streaming
+
+
+async def test_a_stream_leaves_neither_tasks_nor_errors_behind():
+    """A keep-alive event cannot be sent."""
+
+    class Broken(Connection):
+        async def send(self, message: dict) -> None:
+            if message.get("body") == KEEP_ALIVE:
+                raise ConnectionError
+            await super().send(message)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"one"
+        await asyncio.sleep(0.01)
+
+    connection, errors, before = Broken(), [], asyncio.all_tasks()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    await connection.stream(slow(), 0.001)
+    assert asyncio.all_tasks() == before
+    gc.collect()  # an error that nobody asked for is reported when its task goes
+    assert errors == []
+    assert connection.sent == [b"one", b""]
 
 
 async def test_events_that_fail_fail_the_response():

@@ -50,7 +50,10 @@ def load(llm):
 
 
 def check_as_one(found, found_of_one):
-    """Loads of two ranks and of one rank."""
+    """Check that two ranks answer as one does.
+
+    found, found_of_one: the answers of the same requests by two ranks and by one.
+    """
     (greedy, others), (_, others_of_one) = found, found_of_one
     expected = [kit.alone("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert greedy == [expected, expected]

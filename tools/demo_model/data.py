@@ -148,7 +148,7 @@ def recall_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[Recall
 
 
 def row_length(progress: float, rng: random.Random) -> int:
-    """The curriculum: the length of a batch's rows at `progress` (0 to 1) of the training."""
+    """The curriculum: the length of a batch's rows at `progress` (0 to 1) through the training."""
     if progress < 0.12:
         return 256
     if progress < 0.25:

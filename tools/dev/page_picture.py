@@ -15,7 +15,7 @@ from vllm_metal_lite import EngineConfig, MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Fewer blocks than the samples would like, so that requests wait and cached blocks are used again.
+# Too few blocks for all samples at once, so that requests wait and cached blocks are reused.
 ENGINE = EngineConfig(num_blocks=420, max_num_seqs=16, max_num_batched_tokens=512)
 QUESTIONS = (
     "Hi, my name is Ada and I parked my car on level 3.",

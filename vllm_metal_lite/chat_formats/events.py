@@ -78,7 +78,7 @@ class Trimmed:
         self._held, self._after_marker = "", True
 
     def close(self) -> None:
-        """The answer has ended."""
+        """End the answer, and emit the text that was held back."""
         if self._held.strip() or not self._after_marker:
             self._say(self._held)
         self._held = ""

@@ -81,8 +81,10 @@ def bare_names(without: str = "") -> str:
 
 
 def named_by(names: str, tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
-    """The tools that a choice allows, if a format's reader can read their names (a pattern).
-    Raises SchemaError if none is left."""
+    """The tools that a choice allows and whose names the format's reader can read.
+
+    names: a pattern that such names match.  Raises SchemaError if none is left.
+    """
     allowed = [tool for tool in tools if choice.name in (None, tool.name)]
     found = [tool for tool in allowed if re.fullmatch(names, tool.name)]
     if allowed and not found:

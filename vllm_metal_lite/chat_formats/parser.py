@@ -1,4 +1,4 @@
-"""An answer's text, in pieces of any size, to events; docs/tools.md has the rules.
+"""Turns an answer's text, in pieces of any size, into events; docs/tools.md has the rules.
 
 Whitespace around thoughts and calls comes from the template, and is dropped.
 """

@@ -90,7 +90,7 @@ class SchemaRules:
         raise NotImplementedError
 
     def constants(self, values: Sequence[Any]) -> list[str]:
-        """Terminals for the values of an enumeration: a short list even of many values."""
+        """The terminals for the values of an enumeration.  They are few, even for many values."""
         raise NotImplementedError
 
     def scalar(self, schema: Mapping[str, Any]) -> str:

@@ -158,7 +158,7 @@ def _is_open(text: str, end: str) -> bool:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether a text is the begin of an object or a list in JSON, and ends within a string."""
+    """Whether a text is the beginning of a JSON object or list, and ends within a string."""
     return _JSON_START.match(text) is not None and '"' in _STRING.sub("", text)
 
 
@@ -202,7 +202,7 @@ class _JsonNames(ast.NodeTransformer):
 def python_value(text: str) -> Any:
     """The value of a Python literal with a JSON form, or of a JSON constant.  Raises Malformed."""
     try:
-        with catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with catch_warnings(action="ignore"):  # escapes that Python does not know cause warnings
             tree = ast.parse(text, mode="eval")
         value = ast.literal_eval(_JsonNames().visit(tree))
         return json.loads(json.dumps(value, allow_nan=False))

@@ -178,7 +178,7 @@ class TimedStore:
             drawn = mx.random.normal((len(arrays[0]), shape.num_kv_heads, row.dim))
             arrays[0] = row.pack(drawn.astype(shape.dtype))
         self.scale = shape.k_head_dim**-0.5
-        # Rotary parts of queries to latents.
+        # The rotary parts of the queries, which attend to latents.
         rotary = (self.batch.num_tokens, shape.num_heads, shape.v_head_dim)
         self.q_pe = mx.random.normal(rotary).astype(shape.dtype) if shape.latent else None
         mx.eval(store.arrays, self.q_pe)

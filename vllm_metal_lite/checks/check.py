@@ -149,7 +149,7 @@ class CheckResult:
 
     failure: one line that says why the kernel did not run.  ended: the kernel hung, or ended the
     process.  speed: None if nothing was timed.
-    timing_failed: the kernel is correct, but its timing raised.
+    timing_failed: the kernel is correct, but timing it raised an error.
     """
 
     check: Check

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         engine = build_engine(model, config, log.say)
     except ConfigError as e:
         if e.option == "max_model_len" and args.max_model_len is None:
-            raise ConfigError(*e.parts, " (of the longest --context and its new tokens)") from None
+            raise ConfigError(*e.parts, " (the longest --context and its new tokens)") from None
         raise
     ours = benchmark.ThisEngine(engine)
     engines = {"ours": lambda requests: ours, **engines}

@@ -9,13 +9,12 @@ named, and is no reason for 1.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from math import inf, isfinite
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -27,7 +26,7 @@ from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.popular_shapes import COMMON, full_list
 from vllm_metal_lite.cli import log, shared_report
-from vllm_metal_lite.cli.files import check_writable, write_json
+from vllm_metal_lite.cli.files import check_writable, report_text, write_json
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, one_line, size_text
 from vllm_metal_lite.kernels.registry import REGISTRY
@@ -92,10 +91,9 @@ class Report:
 
 
 def _check_as_json(result: CheckResult) -> dict[str, Any]:
-    error = result.error if isfinite(result.error) else None  # JSON has no infinity
     speed = result.speed and asdict(result.speed)
     text = {"kernel": result.kernel, "check": str(result.check), "passed": result.passed}
-    return {**vars(result), **text, "error": error, "speed": speed}
+    return {**vars(result), **text, "speed": speed}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,16 +116,11 @@ def run(args: argparse.Namespace) -> int:
     def show_found(lines: Iterable[str]) -> None:
         show(shared_report.without_names(list(lines), args.model))
 
-    show(
-        shared_report.describe_machine(head["machine"])
-    )  # unchanged: a host may have the name "Apple"
+    # Names are not removed from these lines: a host may have the name "Apple".
+    show(shared_report.describe_machine(head["machine"]))
     used, disk = map(size_text, (report.engine_memory_bytes, report.free_disk_bytes))
-    show(
-        [
-            f"Memory:    the engine would use {used} of it for weights, steps, K and V; {disk} of "
-            "disk is free"
-        ]
-    )
+    purpose = "weights, steps, K and V"
+    show([f"Memory:    the engine would use {used} of it for {purpose}; {disk} of disk is free"])
     try:
         _examine(report, args, show_found)
     except KeyboardInterrupt:
@@ -140,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shared = shared_report.without_names(head | report.as_json(), args.model)
         if args.json:
-            print(json.dumps(shared, indent=2))
+            print(report_text(shared))
         if args.report is not None:
             write_json(args.report, shared)
             if not args.json:

@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,11 +53,24 @@ def check_writable(name: str, *, replaces: bool) -> None:
         raise UsageError(_why_not(name, e)) from None
 
 
+def report_text(value: Any) -> str:
+    """A report as JSON.  NaN and infinities become null, because JSON lacks them."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 def write_json(name: str, value: Any) -> None:
-    """Write a value to a new file; MetalLiteError, with the reason, if that is impossible."""
+    """Write a report to a new file; MetalLiteError, with the reason, if that is impossible."""
     try:
         with open(name, "w" if _is_special(name) else "x", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
+            file.write(report_text(value) + "\n")
     except BrokenPipeError:
         raise
     except OSError as e:

@@ -45,7 +45,7 @@ class _Lines(logging.Handler):
 
 
 _lines = _Lines(logging.INFO)
-# Remove the line of progress, before something is printed to stdout.
+# Removes the line of progress before something is printed to stdout.
 clear = _lines.clear
 
 

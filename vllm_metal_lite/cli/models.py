@@ -6,7 +6,6 @@ No weight is read, and nothing is downloaded.
 import argparse
 import gc
 import io
-import json
 import logging
 import os
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli import log
+from vllm_metal_lite.cli.files import report_text
 from vllm_metal_lite.cli.options import UsageError, engine_flag, local
 from vllm_metal_lite.cli.shared_report import context_that_fits
 from vllm_metal_lite.devices import profile
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     memory = backend.memory_limit()
     if args.json:
         report = {"backend": backend.name(), "memory_bytes": memory, "memory_fraction": fraction}
-        print(json.dumps({**report, "models": entries}, indent=2))
+        print(report_text({**report, "models": entries}))
         return 0
     for line in table(entries):
         print(line)

@@ -235,5 +235,5 @@ COUNT = ruled(integer(1, 1_000_000))
 
 
 def counts(text: str) -> list[int]:
-    """Integers with commas between them, ascending."""
+    """Comma-separated integers, sorted, without duplicates."""
     return sorted({COUNT(part) for part in text.split(",")})

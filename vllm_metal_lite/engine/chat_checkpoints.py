@@ -10,7 +10,7 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-# A user's message that differs from others in its first character.
+# A user's message whose first character no real message begins with.
 _OTHER: Message = {"role": "user", "content": "\u2042"}
 
 

@@ -251,7 +251,7 @@ def _one_each(value: Any, count: int, name: str) -> list:
 
 
 def _length(prompt: Prompt) -> int:
-    with suppress(RequestError):  # `generate` refuses the prompt, with its index
+    with suppress(RequestError):  # `generate` refuses the prompt, and names its index
         return len(text_or_ids(prompt))
     return 0
 

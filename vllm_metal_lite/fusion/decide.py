@@ -98,13 +98,14 @@ class _Trials:
         store = PagedStore(self.packed.layout.specs, 4, size, states=states)
         attention = self.attention.over(store)
         run = partial(self._trial.problem, self.packed, attention, fusion)
-        problem: str | None = ""  # of a trial that raises
+        again = one_by_one()(run)  # raises if a launch fails
         try:
             problem = run()
-        finally:
-            if problem is not None:
-                with one_by_one():  # raises if a launch fails
-                    run()
+        except Exception:
+            again()
+            raise
+        if problem is not None:
+            again()
         # Without a GPU, kernels run only in tests, which replace parts that this finding covers.
         if problem is None and not backend.is_cpu():
             self._found.add(key, "passed")

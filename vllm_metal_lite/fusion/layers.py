@@ -146,7 +146,7 @@ def fold_norm_weights(model: nn.Module) -> None:
 
 
 def _folded(module: nn.Module) -> nn.RMSNorm | None:
-    """A norm with the weight that the module computes; None if it does anything else."""
+    """A norm with the weight that the module computes; None if the module does anything else."""
     weight = module["weight"]
     if not isinstance(weight, mx.array) or weight.ndim != 1:
         return None

@@ -99,7 +99,7 @@ class Summed:
 
 
 def weigh(value: mx.array, x: Traced, weights: Any) -> mx.array:
-    """The model multiplies each expert's result with a weight, whose type may differ."""
+    """The model multiplies each expert's result by a weight, whose type may differ."""
     results = x.origin
     if not isinstance(weights, mx.array) or weights.shape != (*results.shape[:-1], 1):
         return value

@@ -13,7 +13,7 @@ _PACK = 4
 
 Scoring = Literal["logits", "softmax", "sigmoid"]
 Weights = Literal["scores", "renormalized", "softmax"]
-# SCORING and WEIGHTS in metal/expert_topk.metal.
+# SCORING and WEIGHTS in metal/expert_topk.metal are indices of these.
 _SCORINGS, _WEIGHTS = get_args(Scoring), get_args(Weights)
 
 
@@ -52,11 +52,11 @@ def expert_topk(
     bias: mx.array | None = None,
     sum_dtype: mx.Dtype = mx.float32,
 ) -> tuple[mx.array, mx.array]:
-    """The chosen experts (rows, top_k) in uint32, and their weights (rows, top_k).
+    """Choose experts: return their indices (rows, top_k) uint32 and weights (rows, top_k).
 
-    logits: (rows, experts) that `serves` allows.  dtype: the type of scores and weights; by default
-    that of logits.  bias: (experts,), is added to the scores that choose; the sum is rounded to
-    sum_dtype.  metal/expert_topk.metal names the other roundings.
+    logits: (rows, experts), of a shape that `serves` accepts.  dtype: the type of scores and
+    weights; by default that of logits.  bias: (experts,); it is added to the scores for the choice
+    only, and the sum is rounded to sum_dtype.  metal/expert_topk.metal lists the other roundings.
     """
     rows, experts = logits.shape
     check_array("bias", bias, (experts,))

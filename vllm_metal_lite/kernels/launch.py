@@ -33,7 +33,7 @@ def bits(x: float) -> int:
     """The bits of a float32: a template value must be an integer, and not negative, because MLX
     before 0.32.4 puts its sign in the kernel's name."""
     if x < 0:
-        raise ValueError(f"a kernel takes no number below 0 as a template value, not {x:g}")
+        raise ValueError(f"a kernel's template value must be at least 0, not {x:g}")
     return int(np.float32(abs(x)).view(np.int32))
 
 

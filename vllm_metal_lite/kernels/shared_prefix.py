@@ -49,8 +49,8 @@ def shared_prefix(
 
     q may be NewRows (B): its queries are first normalised and rotated.
     block_tables: (B, max_blocks).  leader (1,), prefix_lens (B,): int32.
-    scores: without a window; `paged_decode` counts sinks.  Sizes: those that `sees_prefixes`
-    accepts.  The next ticket is the result's lse.
+    scores must have no window; its sinks are ignored here, because `paged_decode` counts them.
+    `sees_prefixes` says which sizes are accepted.  The result's lse is the next ticket.
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype

@@ -31,7 +31,7 @@ def unwrap_call(module: nn.Module) -> None:
 
 @contextmanager
 def observing(modules: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator[None]:
-    """While held, around(module, call, *args, **kwargs) replaces the modules' calls."""
+    """Within the context, around(module, call, *args, **kwargs) replaces the modules' calls."""
     for module in modules:
         wrap_call(module, partial(around, module))
     try:

@@ -110,7 +110,7 @@ def expand(model: nn.Module) -> None:
 
 
 def _expand(module: nn.Module) -> None:
-    """Make a quantised layer the plain one with the weight that its parameters represent."""
+    """Turn a quantised layer into the plain one whose weight its parameters represent."""
     # mlx-lm takes a layer with `bits` for a packed one.
     size, bits, mode = (vars(module).pop(name) for name in ("group_size", "bits", "mode"))
     scale = module.pop("global_scale", None)  # one per expert, and MLX takes one per call

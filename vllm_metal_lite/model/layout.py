@@ -121,7 +121,7 @@ def find_layout(model: nn.Module, model_type: str) -> Layout:
                 # A state may grow during the first tokens: an n-gram's context does.
                 model(mx.zeros((1, _SETTLED), mx.int32), cache=caches)
     except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type} model: {one_line(e)}") from e
     layout = Layout(logits.shape[-1], logits.dtype)
     layout.nodes = [layout.add(c) for c in caches]
     for path, module in model.named_modules():

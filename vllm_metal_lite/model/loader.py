@@ -168,8 +168,8 @@ def preview(
 ) -> LoadedModel:
     """The model of a folder, without its weights; raises as `load` does.
 
-    Of the files of weights, only the headers are read: names, shapes and dtypes.  The weights are
-    zeros that take no memory.  The mode is `foresee`'s.
+    Only the headers of the weight files are read: names, shapes and dtypes.  The weights are zeros
+    that take no memory.  `foresee` chooses the mode.
     """
     model, tokenizer, config, _ = read_model(folder, name, dtype, trust_remote_code)
     with loading(name, "this model"):

@@ -256,7 +256,7 @@ def fit(
     try:
         trial = Trial(model, layout.vocab_size, ranks)
     except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type} model: {one_line(e)}") from e
     packed, usage = _choose(model, layout, model_type, trial.problem)
     if packed.by_segment is not None:
         logger.warning(

@@ -5,9 +5,9 @@ A file holds one block of one KV group, or one checkpoint.  So the rules of the 
 says when a request last used it.  All blocks of a chain are marked as used together.  The last one
 is evicted first: a block is useless without those before it.
 
-The quota is hard.  One process at a time changes the folder, under a lock that ends with it.  It
-makes room for a file before it creates the file.  So a process that is killed at any moment leaves
-at most a temporary file, which the next process removes.
+The quota is never exceeded.  One process at a time changes the folder, under a lock that ends with
+it.  It makes room for a file before it creates the file.  So a process that is killed at any moment
+leaves at most a temporary file, which the next process removes.
 """
 
 import errno
@@ -64,9 +64,8 @@ class Folder:
         self.num_errors = 0
         self._last_warning = ""
         self._model = model
-        self._sizes: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # in the quota; least recently used first
+        # The files that count in the quota, by key; the least recently used one is first.
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._version: tuple[int, int] | None = None  # the folder had these sizes then
         self._last_use = 0
         self._new = path / "tmp" / "new"

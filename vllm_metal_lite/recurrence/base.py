@@ -38,8 +38,8 @@ class GatedDelta:
     """The gated delta rule, with the arguments of mlx-lm's `gated_delta_update`.
 
     q, k: (N, 1, Hk, Dk), before `norm`, if there is one.  v: (N, 1, Hv, Dv).  a: (N, 1, Hv), or
-    (N, 1, Hv, Dk) for a gate per column of the state.  b: (N, 1, Hv).  A_log, dt_bias: as a,
-    without rows; A_log may broadcast.
+    (N, 1, Hv, Dk) for a gate per column of the state.  b: (N, 1, Hv).  A_log, dt_bias: shaped
+    like `a` without its (N, 1); A_log may broadcast.
     """
 
     q: mx.array

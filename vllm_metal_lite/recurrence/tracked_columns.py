@@ -70,6 +70,7 @@ for _name in _IN_PLACE:
 
 
 def columns_of(rows: mx.array) -> Columns:
-    """Rows (N, 1, ...) as columns of the array that they come from, or else of a view."""
+    """The array and column from which rows (N, 1, ...) come; if unknown, the rows themselves, from
+    column 0."""
     known = getattr(rows, "columns", None)
     return known or Columns(rows.reshape(len(rows), -1), 0)

@@ -146,9 +146,8 @@ class _Sizing:
 
         left = self._usable(limit) - model.weight_bytes - peak
         most = self._most_owned(first)
-        if (
-            self.config.enable_prefix_caching
-        ):  # room for idle prefixes, also if each layer has a window
+        if config.enable_prefix_caching:
+            # Room for idle prefixes, also if each layer has a window.
             most = config.max_num_seqs * self._blocks(self.max_model_len)
         num_state_slots = self._state_slots(left, most)
         left -= num_state_slots * model.state_bytes

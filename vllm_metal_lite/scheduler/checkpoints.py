@@ -8,8 +8,8 @@ positions where later prompts are likely to start:
   share this prefix too, a system prompt for example;
 - positions that the caller names, such as the end of each message;
 - 256, 512, 1,024, ... tokens before the end.  So a prompt that differs from this one in its last n
-  tokens computes at most n tokens that it need not, or 256;
-- the end of each block of the answer, in place of the answer's checkpoint before.
+  tokens needlessly computes at most n tokens, or 256 if n is smaller;
+- the end of each block of the answer, in place of the answer's previous checkpoint.
 
 If slots run out, the checkpoint that is worth least is evicted (`state_slots.py`).
 """

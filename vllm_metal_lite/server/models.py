@@ -48,7 +48,7 @@ class Models:
     Raises ConfigError if the budget of memory exceeds the device's.
     """
 
-    # A load continues for this time after the last request that waited for it has left.
+    # How long a load continues after the last request that waited for it has left.
     unwanted_seconds = 60.0
     _start = staticmethod(EngineClient.start)
     _clock = staticmethod(time.monotonic)

@@ -1,4 +1,7 @@
-"""`/openapi.json`: the endpoints and the types of their requests, from which clients are made."""
+"""`/openapi.json`: the endpoints and the types of their requests.
+
+Clients can be generated from it.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints

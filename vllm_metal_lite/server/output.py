@@ -52,7 +52,7 @@ class _Output(io.TextIOBase):
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Inside of the block, prints to stdout and stderr neither fail nor wait."""
+    """Inside the block, prints to stdout and stderr neither fail nor wait."""
     streams = sys.stdout, sys.stderr
     for stream in streams:
         stream.flush()

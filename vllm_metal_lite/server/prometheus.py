@@ -115,7 +115,7 @@ class Metrics:
             self._read(name, engine)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """All metrics, and the type of the content.  accept: the header of a request."""
+        """All metrics, and their content type.  accept: the request's Accept header."""
         for name in self._models.by_name:
             engine = self._models.loaded.get(name)
             if engine is not None:

@@ -38,8 +38,7 @@ async def cancel_if(event: Awaitable[Any], error: type[Exception], work: Awaitab
     finally:
         for unfinished in task, watch:
             unfinished.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -92,6 +91,7 @@ class EventStream(Response):
                 self._sent_at = time.monotonic()
         finally:
             keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_keep_alives(self, send: Send) -> None:

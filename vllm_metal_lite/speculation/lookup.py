@@ -24,7 +24,8 @@ def look_up(token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
         following, length = _match(token_ids, skipped)
         if length:
             start = _after_edit(following, skipped, token_ids[-1]) if skipped else 0
-            # A match that overlaps the end repeats itself.
+            # If fewer tokens follow the match than are wanted, they are repeated: the text seems to
+            # be periodic.
             return np.resize(following[start:], min(max_drafts, 2 * length))
     return token_ids[:0]
 

@@ -118,7 +118,7 @@ class Speculator:
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         """Whether the next step will probably have drafts.  If so, it waits for the tokens of the
-        step in flight, which end the context that is looked up."""
+        step in flight, because the lookup starts from them."""
         count = min(len(decodes), _LOOKUPS)
         self._turn += count
         looked_at = [decodes[(self._turn + i) % len(decodes)] for i in range(count)]

@@ -26,7 +26,7 @@ def register() -> str | None:
     """Entry point `vllm.platform_plugins`: the path of our platform class, or None to stay out.
 
     vLLM may call it several times per process.  On an exception vLLM would silently use its CPU
-    platform, so every error is logged and returns None.
+    platform, so `register` logs every error and returns None.
     """
     try:
         if not wanted():

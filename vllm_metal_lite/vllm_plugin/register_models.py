@@ -1,7 +1,8 @@
-"""Registers with vLLM what it must know of MLX's models: their weights, and text parts.
+"""Registers with vLLM what it must know about MLX's models.
 
-Weights that MLX quantised name no quantisation method.  Of a multimodal model mlx-lm runs the text
-part only; vLLM's class of the model imports torchvision and more, and accepts images.
+Weights that MLX has quantised name no quantisation method, so "mlx" becomes one.  mlx-lm runs only
+the text part of a multimodal model, so these get a class without images; vLLM's own class would
+import torchvision and accept images.
 """
 
 import importlib.util

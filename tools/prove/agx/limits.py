@@ -21,7 +21,8 @@ LIMITS = (
     Limit(("latent_attention", "512/64 float16"), 17, "sums, queries and the next tile"),
     Limit(("latent_attention", "512/64"), 77, "as above; queries of bfloat16 count as floats here"),
     Limit(("latent_attention",), 16, "as above"),
-    # A check launches tiles of rows first, then rows.
+    # A check of gated_delta compiles the kernel twice: first for tiles of rows, then (#2) for
+    # single rows.
     Limit(("gated_delta", "256x256", "#2"), 82, "a state's row is 128 registers a lane"),
     Limit(("gated_delta", "256x128", "#2"), 68, "as above"),
     Limit(("gated_delta", "float32, vector gates", "#2"), 27, "gates of a row beside its state"),

@@ -46,7 +46,7 @@ class KernelAttention:
     """Plans steps, in which only kernels write and read the store.
 
     The state is the ticket that orders the kernels.  prefill: the path of large prompts.  shapes:
-    the shapes of the layers.  failed_kernels: steps use the fallbacks that the registry names.
+    the shapes of the layers.  failed_kernels: steps use the registry's fallbacks for these kernels.
     """
 
     name = "kernels"

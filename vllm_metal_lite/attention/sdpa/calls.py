@@ -35,7 +35,7 @@ class Joined:
 
     def cut(self, rows: mx.array, axis: int = 0) -> list[mx.array]:
         """Cut rows (T, H, D), or with axis 1 (H, T, D), into a view (B, H, L, D) for each call,
-        without a copy.  T may be more than the calls have."""
+        without a copy.  Rows behind those of the calls are ignored."""
         heads, dim = rows.shape[1 - axis], rows.shape[2]
         of_row, of_head = (heads * dim, dim) if axis == 0 else (dim, rows.shape[1] * dim)
         key = heads, of_row, of_head

@@ -129,7 +129,7 @@ def _concatenate(
 def _split(
     original: Callable, x: mx.array, indices_or_sections: Any, axis: int = 0, **kwargs: Any
 ) -> list[mx.array]:
-    """Parts of packed rows (N, 1, C) know their columns."""
+    """Split as mx.split does; parts of packed rows (N, 1, C) also know which columns they are."""
     parts = original(x, indices_or_sections, axis, **kwargs)
     if x.ndim != 3 or x.shape[1] != 1 or axis not in (-1, 2):
         return parts

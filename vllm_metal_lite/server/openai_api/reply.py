@@ -78,7 +78,7 @@ class ChoiceWriter(ABC):
 
     @abstractmethod
     def whole(self, delta: Delta) -> Choice:
-        """The choice of a whole answer."""
+        """The Choice of an answer that is sent whole."""
 
 
 class Reply:

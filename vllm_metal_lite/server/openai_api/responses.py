@@ -106,7 +106,7 @@ class _History:
         self._assistant(calls=True).setdefault("tool_calls", []).append(call)
 
     def _said(self, text: str) -> None:
-        """Add text.  After calls it joins their message: outputs must follow calls directly."""
+        """Add text.  Text after calls joins their message: outputs must follow calls directly."""
         last = self.messages[-1] if self.messages else {}
         follows_calls = bool(last.get("tool_calls")) and not self._reasoning
         message = last if follows_calls else self._assistant()
