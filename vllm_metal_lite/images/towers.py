@@ -361,7 +361,8 @@ class Gemma4Embedder(Tower):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         vision, text = config["vision_config"], config["text_config"]
-        values, size = 3 * vision["model_patch_size"] ** 2, vision["mm_embed_dim"]
+        side = vision["patch_size"] * vision["pooling_kernel_size"]
+        values, size = 3 * side**2, vision["mm_embed_dim"]
         self.eps = vision.get("rms_norm_eps", 1e-6)
         self.patch_ln1, self.embed = nn.LayerNorm(values), nn.Linear(values, size)
         self.patch_ln2, self.pos_norm = nn.LayerNorm(size), nn.LayerNorm(size)
