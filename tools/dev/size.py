@@ -21,10 +21,10 @@ PACKAGE = ROOT / "vllm_metal_lite"
 SLACK = 1.03
 
 # Of the package.
-BUDGET = {"code lines": 24_250, "files": 330, "classes": 435, "page lines": 3_020}
+BUDGET = {"code lines": 24_250, "files": 330, "classes": 435, "page lines": 3_080}
 # Parts that are counted in lines: (file patterns, budget).
 LINES = {
-    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_725),
+    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_730),
     "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_120),
     "tools": (("tools/*", *(f"tools/**/*.{end}" for end in ("py", "sh", "c", "h"))), 6_270),
     "tests": (("tests/**/*.py",), 51_500),
