@@ -92,6 +92,8 @@ class KernelAttention:
             prompts = self._plan_prompts(batch, first, num_rows - first)
         only_decodes = decodes is not None and batch.num_decodes == batch.num_segments
         fused = only_decodes and self._fuses_decodes and not reads_new_rows(batch)
+        # The fused decode rotates a row by its own position.
+        fused = fused and batch.rotary_positions is None
         positions = (
             None if fused else upload_padded(rotary_positions(batch), max(num_rows, MIN_ELEMENTS))
         )
