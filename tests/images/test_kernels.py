@@ -1,5 +1,6 @@
 """Pictures on the path of kernels, which the CPU host executes."""
 
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -11,17 +12,29 @@ from tests.support.images import seeing
 from tests.support.kernels.device import RIGHT, pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.fusion.launches import fuse
+from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 
+def fusion_of(model: PackedModel, fused: bool) -> Any:
+    return fuse(model.model, joins=True) if fused else NO_FUSION
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", seeing.NAMES)
-def test_kernels_see_what_a_whole_forward_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is fused; steps of 32 tokens mix prompts and decodes."""
+def test_kernels_see_what_a_whole_forward_sees(
+    name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 32 tokens mix prompts and decodes.  Fused decodes rotate by themselves, but not
+    behind a picture that turns them by other positions than their own."""
     pretend_gpu(monkeypatch, RIGHT)
-    with installed(), patch.object(decide, "decide", lambda *_: NO_FUSION):
+    seeing.model_of.cache_clear()  # fusion changes models
+    with installed(), patch.object(decide, "decide", lambda model, *_: fusion_of(model, fused)):
         engine = seeing.engine(name, attention="kernels", max_num_batched_tokens=32)
         assert engine.runner.attention.name == "kernels"
+        assert (engine.runner.path.fusion is not NO_FUSION) is fused
         found = tiny.outputs(engine, requests(name), PARAMS)
+    seeing.model_of.cache_clear()
     for which, output in enumerate(found):
         tokens, answer = output.prompt_token_ids, output.outputs[0].token_ids
         expected = oracle(name, (*tokens, *answer), which)

@@ -139,7 +139,7 @@ class QwenTower(Tower):
         top, left = y.astype(np.int32), x.astype(np.int32)
         down, right = (np.minimum(at + 1, side - 1) for at in (top, left))
         dy, dx = y - top, x - left
-        total = mx.zeros(())
+        total = mx.zeros((), self.dtype)
         for row, column, weight in (
             (top, left, (1 - dy) * (1 - dx)),
             (top, right, (1 - dy) * dx),
