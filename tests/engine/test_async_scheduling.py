@@ -36,9 +36,10 @@ class StoppingEngine(FakeEngine):
     def __init__(self, *args) -> None:
         super().__init__(*args, ahead=True, stops=[*filter(is_eos, range(VOCAB_SIZE))])
 
-    def _finish(self, output, step):
-        self.num_dropped += sum(r.status is RequestStatus.FINISHED for r in output.terminal)
-        return super()._finish(output, step)
+    def _finish(self, step):
+        ended = (r.status is RequestStatus.FINISHED for r in step.scheduled.terminal)
+        self.num_dropped += sum(ended)
+        return super()._finish(step)
 
 
 def play(seed: int) -> StoppingEngine:

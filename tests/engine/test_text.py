@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -37,6 +37,7 @@ tokens = st.lists(token, min_size=1, max_size=24)
 
 @pytest.mark.parametrize("tokenizer", WRAPPERS, ids=lambda t: type(t.detokenizer).__name__)
 @given(prompt=tokens, ids=tokens, skip=st.booleans(), reads=st.sets(st.integers(0, 23)))
+@example(prompt=[0, 99, 131], ids=[99], skip=False, reads=set())  # no character, and half of one
 def test_text_is_the_streams_whenever_it_is_read(tokenizer, prompt, ids, skip, reads):
     """The text is what the stream of prompt and answer shows after the prompt's text."""
     grown: list[int] = []

@@ -128,10 +128,9 @@ class Detokenizer:
         else:
             stream.add_token(token_id)
         text = stream.text
-        # If not, the answer completes, or may still complete, a character of the prompt.
-        is_closed = text.startswith(self._prompt_text)
-        prompt_text = self._prompt_text if is_closed else self._whole_text
-        start = num_common(prompt_text, text)
+        # The text may differ from the prompt's: the answer completes, or may still complete, a
+        # character of the prompt.  Tokenizers differ in what they show before that.
+        start = max(num_common(known, text) for known in (self._prompt_text, self._whole_text))
         if self._pieces.known:
             self._text += text[max(start, before) :]
             self._settled = len(text) > before
