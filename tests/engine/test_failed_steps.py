@@ -109,6 +109,17 @@ def test_a_crowd_of_bad_requests_costs_no_good_one(seats):
     check(engine, bad, prompts)
 
 
+def test_a_scheduler_that_fails_ends_all_requests():
+    """No request is to blame, and no step of another request can show that steps work."""
+    engine = engine_of()
+    for name in "ab":
+        engine.add_request(name, [1, 2, 3], tiny.greedy(4))
+    engine.scheduler.schedule = Mock(side_effect=ZeroDivisionError("broken"))
+    done, errors = serve(engine, 2 * MAX_FAILURES)
+    assert not done
+    assert errors == {"a": "broken", "b": "broken"}
+
+
 def test_a_lost_device_ends_all_requests():
     engine = engine_of(max_num_seqs=4)
     tiny.submit(engine, PROMPTS, LENGTH)

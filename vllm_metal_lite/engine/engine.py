@@ -185,9 +185,12 @@ class LLMEngine:
             steps.rollback()
             return []
         except Exception as e:
-            is_wanted = self.failed_steps.blame(steps.outputs, e)
+            # Without a step in flight the scheduler has failed, which no other step can disprove.
+            launched = steps.outputs
+            is_wanted = self.failed_steps.blame(launched, e)
             steps.rollback()
-            if self.failed_steps.is_hopeless and steps.works(self.intake.one_token()):
+            hopeless = self.failed_steps.is_hopeless
+            if launched and hopeless and steps.works(self.intake.one_token()):
                 self.failed_steps.num_failures = 0
             if is_wanted:
                 raise
