@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor
 
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.eyes import Processor
-from vllm_metal_lite.images.families import NOT_SERVED, Family, Prepared, find_family
+from vllm_metal_lite.images.families import NOT_SERVED, Family, Prepared, completed, find_family
 from vllm_metal_lite.images.pictures import picture_of
 from vllm_metal_lite.images.positions import axes, axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
@@ -94,6 +94,16 @@ def test_patches_are_those_of_transformers(
     scale, offset = (a[:, None] for a in processor.scale_and_offset)
     values = mine.patches.reshape(len(mine.patches), 3, -1) * scale - offset
     np.testing.assert_allclose(values.reshape(pixels.shape), pixels, atol=1e-6)
+
+
+def test_fields_that_files_leave_out_are_those_of_transformers() -> None:
+    """As in Pixtral 12B, whose vision_config has no sizes."""
+    vision = {"model_type": "pixtral", "patch_size": 16, "hidden_act": "silu"}
+    config = {"model_type": "pixtral", "text_config": {}, "vision_config": vision}
+    found = completed(config)["vision_config"]
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    assert [found[name] for name in sizes] == [1024, 4096, 24, 16]
+    assert (found["hidden_act"], found["patch_size"]) == ("silu", 16)
 
 
 def test_a_picture_is_prepared_once(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import mlx.nn as nn
 from vllm_metal_lite.backend import mx
 
 Activation = Callable[[mx.array], mx.array]
+# The cosines and sines of a picture, the same for all layers.
+Rotation = tuple[mx.array, mx.array]
 gelu, gelu_tanh = nn.gelu, nn.gelu_approx
 # By the names of transformers.
 ACTIVATIONS = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": nn.silu}
@@ -86,7 +88,7 @@ class Layer(nn.Module):
             self.after1, self.after2 = (norm(size, eps=config.eps) for _ in range(2))
             self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.eps) for _ in range(2))
 
-    def __call__(self, x: mx.array, rotation: mx.array | None) -> mx.array:
+    def __call__(self, x: mx.array, rotation: Rotation | None) -> mx.array:
         h = self.attend(self.norm1(x), rotation)
         x = x + (self.after1(h) if self.config.sandwich else h)
         h = self.norm2(x)
@@ -95,7 +97,7 @@ class Layer(nn.Module):
         h = self.down(activation(self.gate(h)) * up if self.config.gated else activation(up))
         return x + (self.after2(h) if self.config.sandwich else h)
 
-    def attend(self, x: mx.array, rotation: mx.array | None) -> mx.array:
+    def attend(self, x: mx.array, rotation: Rotation | None) -> mx.array:
         config = self.config
         q, k, v = (
             f(x).reshape(len(x), config.num_heads, config.head_dim)
@@ -106,7 +108,7 @@ class Layer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
             v, scale = mx.fast.rms_norm(v, None, config.eps), 1.0
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         # Zeros change no score and no value, and MLX keeps no scores in memory for these widths.
         width = next((w for w in FUSED_WIDTHS if w >= config.head_dim), config.head_dim)
         pad = [(0, 0), (0, 0), (0, width - config.head_dim)]
@@ -121,10 +123,14 @@ class Encoder(nn.Module):
         self.layers = [Layer(config) for _ in range(config.num_layers)]
 
     def __call__(
-        self, x: mx.array, rotation: mx.array | None, noted: tuple[int, ...] = ()
+        self, x: mx.array, angles: mx.array | None, noted: tuple[int, ...] = ()
     ) -> tuple[mx.array, list[mx.array]]:
-        """The result of the last layer, and those of the layers in `noted`."""
+        """The result of the last layer, and those of the layers in `noted`.
+
+        angles: (P, parts, head_dim / parts / 2), see `rotate`; None: nothing is rotated.
+        """
         results = []
+        rotation = None if angles is None else (mx.cos(angles)[:, None], mx.sin(angles)[:, None])
         for i, layer in enumerate(self.layers):
             x = layer(x, rotation)
             if i in noted:
@@ -132,15 +138,15 @@ class Encoder(nn.Module):
         return x, results
 
 
-def rotate(x: mx.array, angles: mx.array) -> mx.array:
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """x (P, heads, head_dim), rotated in float32.
 
-    angles: (P, parts, head_dim / parts / 2).  The dimensions of a head fall into `parts`; in each
-    part, dimension i of the first half makes a pair with dimension i of the second half.
+    cos, sin: (P, 1, parts, head_dim / parts / 2), of the angles.  The dimensions of a head fall
+    into `parts`.  In each part, dimension i of the first half makes a pair with dimension i of the
+    second half.
     """
-    rows, parts, half = angles.shape
+    rows, _, parts, half = cos.shape
     pairs = x.reshape(rows, -1, parts, 2, half)
     a, b = (pairs[:, :, :, i].astype(mx.float32) for i in range(2))
-    cos, sin = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
     rotated = mx.stack([a * cos - b * sin, b * cos + a * sin], axis=3)
     return rotated.reshape(x.shape).astype(x.dtype)

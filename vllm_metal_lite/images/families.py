@@ -90,20 +90,18 @@ def find_family(config: Config) -> Family | None:
 
 def completed(config: Config) -> Config:
     """config.json with the defaults of transformers, which files may leave out."""
-    kind, own = (
-        str(config.get("model_type")),
-        {k: v for k, v in config.items() if k != "model_type"},
-    )
+    own = {name: value for name, value in config.items() if name != "model_type"}
+    kind = str(config.get("model_type"))
+    kind = {"pixtral": "llava"}.get(kind, kind)  # the name of the whole model in transformers
     try:
         full = AutoConfig.for_model(kind, **own).to_dict()
     except Exception:  # an unknown model, or a field that this version refuses
         return config
-    parts = ("text_config", "vision_config")
-    return (
-        full
-        | dict(config)
-        | {name: (full.get(name) or {}) | config.get(name, {}) for name in parts}
-    )
+    parts = {
+        name: (full.get(name) or {}) | config.get(name, {})
+        for name in ("text_config", "vision_config")
+    }
+    return full | dict(config) | parts
 
 
 def has_tower(config: Config) -> bool:

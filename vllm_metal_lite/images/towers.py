@@ -13,7 +13,14 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.encoder import ACTIVATIONS, Encoder, EncoderConfig, gelu, gelu_tanh
+from vllm_metal_lite.images.encoder import (
+    ACTIVATIONS,
+    Activation,
+    Encoder,
+    EncoderConfig,
+    gelu,
+    gelu_tanh,
+)
 from vllm_metal_lite.runner.pictures import Features
 
 Config = Mapping[str, Any]
@@ -56,6 +63,26 @@ class Tower(nn.Module):
         raise NotImplementedError
 
 
+def encoder_of(
+    vision: Config, head_dim: int, activation: Activation, eps: float, **form: bool
+) -> Encoder:
+    """The encoder of a vision_config; Qwen has other names for two sizes.  form: the other fields
+    of an EncoderConfig."""
+    layers, heads = (
+        vision[own if own in vision else usual]
+        for own, usual in (("depth", "num_hidden_layers"), ("num_heads", "num_attention_heads"))
+    )
+    size, inner = vision["hidden_size"], vision["intermediate_size"]
+    return Encoder(EncoderConfig(size, inner, layers, heads, head_dim, activation, eps, **form))
+
+
+def flatten_conv2d(weight: mx.array) -> mx.array:
+    """(outputs, 3, P, P), or in MLX's order (outputs, P, P, 3) -> (outputs, 3 P P)."""
+    if weight.shape[1] != 3:
+        weight = weight.transpose(0, 3, 1, 2)
+    return weight.reshape(len(weight), -1)
+
+
 class Merger(nn.Module):
     """Qwen: joins merge x merge neighbouring patches to one row."""
 
@@ -94,18 +121,8 @@ class QwenTower(Tower):
         self.side = int(vision["num_position_embeddings"] ** 0.5)
         self.pos_embed = nn.Embedding(self.side**2, size)
         self.head_dim = size // vision["num_heads"]
-        self.encoder = Encoder(
-            EncoderConfig(
-                size,
-                vision["intermediate_size"],
-                vision["depth"],
-                vision["num_heads"],
-                self.head_dim,
-                gelu_tanh,
-                1e-6,
-                bias=True,
-                layer_norm=True,
-            )
+        self.encoder = encoder_of(
+            vision, self.head_dim, gelu_tanh, 1e-6, bias=True, layer_norm=True
         )
         merged, out = size * self.merge**2, vision["out_hidden_size"]
         self.merger = Merger(size, merged, out, norm_merged=False)
@@ -190,24 +207,12 @@ class SiglipTower(Tower):
         self.kernel = self.side // int(config.get("mm_tokens_per_image", 256) ** 0.5)
         self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size)
         self.positions = mx.zeros((self.side**2, size))
-        self.encoder = Encoder(
-            EncoderConfig(
-                size,
-                vision["intermediate_size"],
-                vision["num_hidden_layers"],
-                heads,
-                size // heads,
-                gelu_tanh,
-                eps,
-                bias=True,
-                layer_norm=True,
-            )
-        )
+        self.encoder = encoder_of(vision, size // heads, gelu_tanh, eps, bias=True, layer_norm=True)
         self.post_layernorm = nn.LayerNorm(size, eps=eps)
         self.soft_norm = GemmaNorm(size, eps)
         self.projection = mx.zeros((size, text["hidden_size"]))
 
-    flatten = staticmethod(lambda weight: flatten_conv2d(weight))
+    flatten = staticmethod(flatten_conv2d)
 
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
         x, _ = self.encoder(self.embed(patches) + self.positions, None)
@@ -215,13 +220,6 @@ class SiglipTower(Tower):
         n, k = self.side // self.kernel, self.kernel
         pooled = x.reshape(n, k, n, k, -1).mean(axis=(1, 3)).reshape(n * n, -1)
         return Features(self.soft_norm(pooled) @ self.projection)
-
-
-def flatten_conv2d(weight: mx.array) -> mx.array:
-    """(outputs, 3, P, P), or in MLX's order (outputs, P, P, 3) -> (outputs, 3 P P)."""
-    if weight.shape[1] != 3:
-        weight = weight.transpose(0, 3, 1, 2)
-    return weight.reshape(len(weight), -1)
 
 
 class PixtralTower(Tower):
@@ -250,25 +248,16 @@ class PixtralTower(Tower):
         bias = config.get("multimodal_projector_bias", self.merge == 1)
         self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size, bias=False)
         self.ln_pre = nn.RMSNorm(size, eps=1e-5)
-        self.encoder = Encoder(
-            EncoderConfig(
-                size,
-                vision["intermediate_size"],
-                vision["num_hidden_layers"],
-                heads,
-                self.head_dim,
-                ACTIVATIONS[vision.get("hidden_act", "gelu")],
-                vision.get("rms_norm_eps", 1e-5),
-                gated=True,
-            )
-        )
+        activation = ACTIVATIONS[vision.get("hidden_act", "gelu")]
+        eps = vision.get("rms_norm_eps", 1e-5)
+        self.encoder = encoder_of(vision, self.head_dim, activation, eps, gated=True)
         if self.merge > 1:
             self.norm = nn.RMSNorm(size, eps=text["rms_norm_eps"])
             self.merging = nn.Linear(size * self.merge**2, size, bias=False)
         self.linear_1 = nn.Linear(size, text["hidden_size"], bias=bias)
         self.linear_2 = nn.Linear(text["hidden_size"], text["hidden_size"], bias=bias)
 
-    flatten = staticmethod(lambda weight: flatten_conv2d(weight))
+    flatten = staticmethod(flatten_conv2d)
 
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
         height, width = grid
@@ -316,19 +305,9 @@ class Gemma4Tower(Tower):
         self.theta = rope_theta(vision, 100.0)
         self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size, bias=False)
         self.positions = mx.zeros((2, vision.get("position_embedding_size", 10240), size))
-        self.encoder = Encoder(
-            EncoderConfig(
-                size,
-                vision["intermediate_size"],
-                vision["num_hidden_layers"],
-                vision["num_attention_heads"],
-                self.head_dim,
-                gelu_tanh,
-                self.eps,
-                gated=True,
-                sandwich=True,
-                clipped=vision.get("use_clipped_linears", False),
-            )
+        clipped = vision.get("use_clipped_linears", False)
+        self.encoder = encoder_of(
+            vision, self.head_dim, gelu_tanh, self.eps, gated=True, sandwich=True, clipped=clipped
         )
         if vision.get("standardize", False):
             self.std_bias, self.std_scale = mx.zeros(size), mx.ones(size)
@@ -352,7 +331,7 @@ class Gemma4Tower(Tower):
 
 
 class Gemma4Embedder(Tower):
-    """Gemma 4 unified: no transformer; each patch becomes a row by itself."""
+    """Gemma 4 unified has no transformer: each patch becomes a row by itself."""
 
     prefixes = ("model.vision_embedder.", "vision_embedder.")
     projector = ("model.embed_vision.", "embed_vision.")
