@@ -72,7 +72,7 @@ PREFIX, PROMPTS, NORM, PRODUCT = (
     "add_rms_norm ",
     "skinny_gemm ",
 )
-# A use, some kernels that the model uses, and some that it does not use.
+# The shapes of a model, some kernels that it uses, and some that it does not use.
 USED = {
     "no prefix": (replace(USE, shares_prefix=False), IN_STORE + PROMPTS, PREFIX + NEW_ROWS + NORM),
     "a window": (replace(USE, shapes=(WINDOW,)), IN_STORE, PREFIX),

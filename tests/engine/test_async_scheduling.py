@@ -1,4 +1,4 @@
-"""Steps that run one ahead change no request's tokens and no block's owner."""
+"""Launching one step ahead changes neither the tokens of a request nor the owner of a block."""
 
 from dataclasses import replace
 

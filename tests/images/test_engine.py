@@ -1,4 +1,4 @@
-"""Requests with pictures in an engine: what is cached, cut, drafted, restored, refused."""
+"""An engine caches, cuts, drafts, restores and refuses requests with pictures."""
 
 import base64
 import random

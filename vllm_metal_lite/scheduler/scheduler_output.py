@@ -91,7 +91,7 @@ class SchedulerOutput:
     forced: list[tuple[Request, list[int]]] = field(default_factory=list)
     # When the caller launched it, by time.monotonic().
     launched_at: float = 0.0
-    # Set when it has ended: how long the requests of the step waited for it.
+    # How long the requests of the step waited for its end.  Set at the end.
     seconds: float = 0.0
     # `update` adds them to the scheduler's.
     counts: TokenCounts = field(default_factory=TokenCounts)

@@ -133,7 +133,7 @@ _DELTA_TYPES = {
 
 
 class MessageReply(Blocks[bytes]):
-    """The reply to a request, as content blocks; the last one may still grow."""
+    """The reply to a request, in content blocks.  The last block may still grow."""
 
     def __init__(self, request: RequestState, deltas: AsyncIterator[Delta], model: str) -> None:
         self._request, self._deltas, self._model = request, deltas, model

@@ -84,8 +84,8 @@ def _store_of_hosts(rank: int, parallel: ParallelConfig) -> dist.TCPStore:
 
 
 def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
-    """The store of one host's ranks.  They read its port in vLLM's own store, which may be a file:
-    a file does not end with rank 0."""
+    """The store that the ranks of one host share.  They read its port from vLLM's own store, which
+    may be a file, so that it outlives rank 0."""
     found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
     found.set_timeout(timedelta(seconds=START))
     port = 0 if rank == 0 else _get(found, "port", 0)
