@@ -64,16 +64,16 @@ class Tower(nn.Module):
 
 
 def encoder_of(
-    vision: Config, head_dim: int, activation: Activation, eps: float, **form: bool
+    vision: Config, head_dim: int, activation: Activation, eps: float, **kind: bool
 ) -> Encoder:
-    """The encoder of a vision_config; Qwen has other names for two sizes.  form: the other fields
+    """The encoder of a vision_config; Qwen has other names for two sizes.  kind: the other fields
     of an EncoderConfig."""
     layers, heads = (
         vision[own if own in vision else usual]
         for own, usual in (("depth", "num_hidden_layers"), ("num_heads", "num_attention_heads"))
     )
     size, inner = vision["hidden_size"], vision["intermediate_size"]
-    return Encoder(EncoderConfig(size, inner, layers, heads, head_dim, activation, eps, **form))
+    return Encoder(EncoderConfig(size, inner, layers, heads, head_dim, activation, eps, **kind))
 
 
 def flatten_conv2d(weight: mx.array) -> mx.array:
