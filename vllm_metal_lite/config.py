@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.rules import Flag, apply_rules, choice, integer, number, switch
+from vllm_metal_lite.rules import Flag, apply_rules, choice, integer, number, switch, text
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
@@ -22,6 +22,8 @@ MAX_NUM_SEQS = 16384
 
 # A request has at most this number of drafts in a step.
 MAX_DRAFT = 31
+# A drafter makes at most this number of drafts for a request in a step.
+MAX_MODEL_DRAFTS = 7
 # At most this number of rows get logits, unless more requests decode: a row's logits take a
 # vocabulary of memory.
 _MAX_LOGITS_ROWS = 256
@@ -97,6 +99,14 @@ class EngineConfig:
         choice("off", "auto"),
         Flag("NAME", "{allowed}: several tokens a step where text repeats"),
     ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        text(),
+        Flag("NAME", "a small model, or trained heads, that draft tokens (default: heads beside the model)"),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int, integer(1, MAX_MODEL_DRAFTS), Flag("N", "most drafts of a request by heads or a draft model")
+    ] = 3
     seed: Annotated[int, integer(0), Flag("N", "seed of requests that have none of their own")] = 0
     trust_remote_code: Annotated[bool, switch()] = False
 

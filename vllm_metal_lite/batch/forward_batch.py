@@ -66,6 +66,7 @@ class ForwardBatch:
     sample_segments: (T,) int32, the terminal segment of each sampled row.
     draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT after the
     last row of a segment; empty for a step without drafts.
+    next_token_ids: (N,) int32, the token after each row, where it is known.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
     pooled: the rows that pooling requests read; None if the step has none.
@@ -83,6 +84,7 @@ class ForwardBatch:
     num_decodes: int
     logits_indices: np.ndarray
     sample_segments: np.ndarray
+    next_token_ids: np.ndarray
     prompt_targets: np.ndarray
     prompt_segments: np.ndarray
     initial_slots: np.ndarray

@@ -144,6 +144,7 @@ class InputBatch:
             num_decodes=num_decodes,
             logits_indices=np.concatenate([samples, scored]),
             sample_segments=sample_segments.astype(np.int32),
+            next_token_ids=self.token_ids[seat, np.minimum(positions + 1, self.token_ids.shape[1] - 1)],
             prompt_targets=self.token_ids[seat[scored], positions[scored] + 1],
             prompt_segments=segment[scored],
             initial_slots=initial.astype(np.int32),

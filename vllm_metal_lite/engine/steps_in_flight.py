@@ -4,8 +4,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from vllm_metal_lite.assembly import Parts
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
@@ -17,6 +20,7 @@ from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
+from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
@@ -46,8 +50,12 @@ class StepsInFlight:
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
         # Each rank measures its own times, so ranks would choose different drafts.
-        speculates = config.speculate == "auto" and model.ranks.size == 1
-        self.speculator = Speculator(self.seats.tokens_of) if speculates else None
+        self.speculator = None
+        if config.speculate == "auto" and model.ranks.size == 1:
+            draft = None if runner.drafter is None else self._draft
+            most = config.num_speculative_tokens
+            self.speculator = Speculator(self.seats.tokens_of, draft, most)
+        self._last_rows: dict[Request, int] = {}  # the last step's sampled row of each request
         self._scheduler, self._answers = scheduler, answers
         self._last_end: float | None = None  # when the last step ended, while there is work
 
@@ -71,6 +79,33 @@ class StepsInFlight:
             self.constraints.continued(request, draft, min(most, MAX_DRAFT))
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
+
+    def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
+        runner, size = self.pipeline.runner, self.inputs.block_size
+        requests = [request for request, _ in wanted]
+        seats = np.array([self.seats.req_index[request] for request in requests])
+        # The slots that a request has: the next step's blocks are not in its table yet.
+        slots = self.inputs.num_blocks[seats] * size - self.inputs.num_tokens[seats]
+        limits = np.minimum([most for _, most in wanted], slots + 1 + runner.drafter.takes_hidden)
+        rows = np.array([self._last_rows.get(request, -1) for request in requests])
+        limits[rows < 0] = 0
+
+        def pack(which: np.ndarray, positions: np.ndarray) -> ForwardBatch:
+            batch = self.inputs.pack(seats[which], positions, np.ones(len(which), np.int64))
+            return with_pictures(batch, [requests[i].pictures for i in which], self._eyes)
+
+        def choose(logits: mx.array, which: np.ndarray, drafts: list[mx.array]) -> mx.array:
+            mine, sampler = [requests[i] for i in which], runner.sampler
+            constrained = any(request in self.constraints for request in mine)
+            known = np.zeros((len(mine), 0), np.int32)
+            if drafts and (constrained or sampler.reads_drafts(seats[which])):
+                known = np.stack([np.array(tokens) for tokens in drafts], axis=1)
+            masks = self.constraints.masks_behind(mine, known) if constrained else None
+            before = Drafts(np.full(len(mine), len(drafts), np.int32), known)
+            return sampler(logits, seats[which], masks, before).token_ids
+
+        return runner.draft(np.maximum(rows, 0), np.maximum(limits, 0), pack, choose)
 
     def wants_drafts(self) -> bool:
         """Whether the next step should have drafts, which need all known tokens."""
@@ -136,6 +171,9 @@ class StepsInFlight:
         if output.has_drafts:
             for request, rows in zip(output.terminal, live, strict=True):
                 drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
+        if self.pipeline.runner.drafter is not None:
+            last = zip(output.terminal, live, strict=True)
+            self._last_rows = {request: rows.stop - 1 for request, rows in last}
         accepted = {request: known[1:] for request, known in drawn.items()}
         firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
         self._scheduler.update(output, list(firsts), accepted)
@@ -188,5 +226,6 @@ class StepsInFlight:
         for output in outputs:
             for segment in output.segments:
                 self.seats.remove(segment.request)
+        self._last_rows = {}
         self._scheduler.rollback(*outputs)
         self.constraints.rollback()
