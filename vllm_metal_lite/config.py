@@ -102,10 +102,12 @@ class EngineConfig:
     draft_model: Annotated[
         str | None,
         text(),
-        Flag("NAME", "a small model, or trained heads, that draft tokens (default: heads beside the model)"),
+        Flag("NAME", "model or trained heads that draft (default: heads in the model's folder)"),
     ] = None
     num_speculative_tokens: Annotated[
-        int, integer(1, MAX_MODEL_DRAFTS), Flag("N", "most drafts of a request by heads or a draft model")
+        int,
+        integer(1, MAX_MODEL_DRAFTS),
+        Flag("N", "most drafts of a request by heads or a draft model"),
     ] = 3
     seed: Annotated[int, integer(0), Flag("N", "seed of requests that have none of their own")] = 0
     trust_remote_code: Annotated[bool, switch()] = False

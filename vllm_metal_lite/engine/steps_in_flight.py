@@ -83,6 +83,7 @@ class StepsInFlight:
     def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
         runner, size = self.pipeline.runner, self.inputs.block_size
+        assert runner.drafter is not None, "these drafts are the drafter's"
         requests = [request for request, _ in wanted]
         seats = np.array([self.seats.req_index[request] for request in requests])
         # The slots that a request has: the next step's blocks are not in its table yet.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ModelLoadError, Option
+from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading
 from vllm_metal_lite.model.layer_weights import cast, expand
@@ -29,7 +29,9 @@ def with_drafter(
     folder = model.folder if name is None else find(name)
     drafter = None
     with loading(name or model.name, "its trained head"):
-        head = folder and read_head(folder, model.packed.model, model.config)
+        head = None
+        if folder is not None:
+            head = read_head(folder, model.packed.model, model.config)
         if head is not None:
             if dtype != "auto":
                 cast(head, getattr(mx, dtype))

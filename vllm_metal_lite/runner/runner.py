@@ -55,7 +55,8 @@ class ModelRunner:
         drafting: PackedModel | None = None,
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
-        self._drafting, self.drafter = drafting, None
+        self._drafting = drafting
+        self.drafter: Drafter | None = None
         self._use(path)
         self.num_compiled_steps = 0
         self._last: StepResult | None = None

@@ -23,6 +23,7 @@ from vllm_metal_lite.sampling.logits import row_numbers
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 from vllm_metal_lite.sampling_params import SamplingParams
 
+
 @dataclass(frozen=True)
 class Drafts:
     """depth: (T,) int32, the number of drafts before each row.  token_ids: (T, K) int32, these

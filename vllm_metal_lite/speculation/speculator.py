@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import product, takewhile
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -110,18 +109,16 @@ class _Record:
         return p * (1 - p**num_drafts) / (1 - p)
 
 
-class _Proposed(NamedTuple):
-    """The last draft of a request, before any constraint, and its source."""
+class _History:
+    """A request's records by source, lookup and the drafter; its last draft, before any constraint,
+    and the record of the draft's source."""
 
-    record: _Record
-    token_ids: Sequence[int]
+    __slots__ = ("of_last", "proposed", "records")
 
-
-class _Source(NamedTuple):
-    """The records of a request's sources: lookup, and the drafter of the model."""
-
-    lookup: _Record
-    model: _Record
+    def __init__(self) -> None:
+        self.records = _Record(), _Record()
+        self.proposed: Sequence[int] = ()
+        self.of_last = self.records[0]
 
 
 # The drafts that a model makes: ((request, the most tokens) pairs) -> the drafts of each.
@@ -144,9 +141,7 @@ class Speculator:
         self._tokens_of, self._draft_by_model = tokens_of, draft
         self._max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
-        # Forgotten with the request.
-        self._records = WeakKeyDictionary[Request, _Source]()
-        self._proposed = WeakKeyDictionary[Request, _Proposed]()
+        self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # in the last draft
         self._turn = 0
 
@@ -167,22 +162,22 @@ class Speculator:
         limits = [min(most, MAX_DRAFT) for _, most in wanted]
         drafts = [self._look_up(*each) for each in zip(requests, limits, strict=True)]
         cap, by_model = self._choose(requests, limits, drafts, len(wanted))
-        asked, chosen = [], []
+        asked = []
         for i, (request, most) in enumerate(zip(requests, limits, strict=True)):
-            drafts[i], records = drafts[i][:cap], self._records_of(request)
-            count = min(by_model, most)
-            is_better = records.model.expected(count) > records.lookup.expected(len(drafts[i]))
-            chosen.append(records.model if is_better else records.lookup)
-            if is_better:
-                asked.append((i, count))
+            drafts[i], history = drafts[i][:cap], self._history(request)
+            lengths = len(drafts[i]), min(by_model, most)
+            looked_up, by_drafter = _expected(history, lengths)
+            history.of_last = history.records[by_drafter > looked_up]
+            if by_drafter > looked_up:
+                asked.append((i, lengths[1]))
         self._num_model_drafts = by_model if asked else 0
         if asked:
             assert self._draft_by_model is not None, "a model was chosen"
             made = self._draft_by_model([(requests[i], count) for i, count in asked])
             for (i, _), draft in zip(asked, made, strict=True):
                 drafts[i] = draft
-        for request, record, draft in zip(requests, chosen, drafts, strict=True):
-            self._proposed[request] = _Proposed(record, draft)
+        for request, draft in zip(requests, drafts, strict=True):
+            self._history(request).proposed = draft
         return drafts
 
     def _look_up(self, request: Request, most: int) -> list[int]:
@@ -198,13 +193,13 @@ class Speculator:
         """The lengths of drafts, looked up and by the model, that give the most tokens a second; a
         request gets the better of the two.  (0, 0) if no drafts are better."""
         best, best_gain = (0, 0), _MARGIN
-        records = [self._records_of(request) for request in requests]
+        histories = [self._history(request) for request in requests]
         caps = (*_CAPS, 0) if any(looked_up) else (0,)
         for cap, by_model in product(caps, range(self._max_model_drafts + 1)):
             expected, num_drafts, used = 0.0, 0, 0
-            for record, limit, found in zip(records, limits, looked_up, strict=True):
+            for history, limit, found in zip(histories, limits, looked_up, strict=True):
                 lengths = min(len(found), cap), min(by_model, limit)
-                gains = [r.expected(n) for r, n in zip(record, lengths, strict=True)]
+                gains = _expected(history, lengths)
                 is_better = gains[1] > gains[0]
                 expected += gains[is_better]
                 num_drafts += lengths[is_better]
@@ -216,10 +211,10 @@ class Speculator:
                     best, best_gain = (cap, by_model), gain
         return best
 
-    def _records_of(self, request: Request) -> _Source:
-        found = self._records.get(request)
+    def _history(self, request: Request) -> _History:
+        found = self._histories.get(request)
         if found is None:
-            found = self._records[request] = _Source(_Record(), _Record())
+            found = self._histories[request] = _History()
         return found
 
     def record(
@@ -229,15 +224,20 @@ class Speculator:
         seconds: None if the step's time is not known."""
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
-            if (proposed := self._proposed.get(segment.request)) is None:
-                continue
-            pairs = zip(proposed.token_ids, segment.draft_token_ids, strict=False)
+            history = self._history(segment.request)
+            pairs = zip(history.proposed, segment.draft_token_ids, strict=False)
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if own:
-                proposed.record.record(min(count, own), own)
+                history.of_last.record(min(count, own), own)
         for segment in output.segments[: output.num_decodes]:
-            for record in self._records.get(segment.request, ()):
-                record.recover()
+            if (found := self._histories.get(segment.request)) is not None:
+                for record in found.records:
+                    record.recover()
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.record(rows, self._num_model_drafts if drafted else PLAIN, seconds)
+
+
+def _expected(history: _History, lengths: tuple[int, int]) -> list[float]:
+    """The expected accepted drafts of each source, for drafts of these lengths."""
+    return [r.expected(n) for r, n in zip(history.records, lengths, strict=True)]
