@@ -1,15 +1,17 @@
 """Every option of the engine, validated when it is made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from vllm_metal_lite.errors import ConfigError, Option
+from vllm_metal_lite.errors import ConfigError, Option, show
 from vllm_metal_lite.rules import Flag, apply_rules, choice, integer, number, switch, text
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)
+SPECULATIVE_METHODS = ("ngram", "mtp", "draft_model")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # The largest product of a chunk's tokens and the tokens of context before them.  One step's
@@ -29,6 +31,31 @@ MAX_MODEL_DRAFTS = 7
 _MAX_LOGITS_ROWS = 256
 
 
+def speculative_options(config: Any) -> dict[str, Any]:
+    """The fields of EngineConfig for vLLM's `speculative_config`.  Raises ConfigError.
+
+    config: a dict with "method" ("ngram", "mtp" or "draft_model"), and perhaps with "model" and
+    "num_speculative_tokens".
+    """
+    name = Option("speculative_config")
+    if not isinstance(config, Mapping):
+        raise ConfigError(name, f" must be a dict, got {show(config)}")
+    known = ("method", "model", "num_speculative_tokens")
+    for key in config:
+        if key not in known:
+            raise ConfigError(name, f" has no {show(key)}, only {', '.join(known)}")
+    method, model = config.get("method", "draft_model"), config.get("model")
+    if method not in SPECULATIVE_METHODS:
+        allowed = ", ".join(SPECULATIVE_METHODS)
+        raise ConfigError(name, f": method must be one of {allowed}, got {show(method)}")
+    if method == "draft_model" and model is None:
+        raise ConfigError(name, ': method "draft_model" needs a model')
+    options = {k: v for k, v in config.items() if k == "num_speculative_tokens"}
+    if method == "ngram":
+        return {**options, "speculate": "lookup"}
+    return {**options, "draft_model": model}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of the engine; `ConfigError` names the value and the limit if one is out of range.
@@ -46,6 +73,8 @@ class EngineConfig:
     kv_bits: see `kv/row_format.py`.
     attention "auto": on a GPU, the kernels of metal/ that agree with the reference there.
     speculate "auto": where several tokens a step are faster; the tokens stay the same.
+    draft_model None: trained heads in the model's folder draft, if there are any; see
+    docs/speculation.md.
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
@@ -96,8 +125,8 @@ class EngineConfig:
     ] = "auto"
     speculate: Annotated[
         str,
-        choice("off", "auto"),
-        Flag("NAME", "{allowed}: several tokens a step where text repeats"),
+        choice("off", "lookup", "auto"),
+        Flag("NAME", "{allowed}: several tokens a step; lookup: only where text repeats"),
     ] = "auto"
     draft_model: Annotated[
         str | None,

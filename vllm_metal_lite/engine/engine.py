@@ -42,7 +42,8 @@ class LLMEngine:
     ) -> None:
         self.lock = threading.RLock()  # held by the thread that uses the engine
         self.config = config = _config_of(config)
-        if parts is None and config.speculate == "auto" and model.ranks.size == 1:
+        may_draft = config.speculate == "auto" and model.ranks.size == 1
+        if parts is None and model.drafter is None and may_draft:
             model = with_drafter(model, config.draft_model, config.dtype, config.trust_remote_code)
         self.model = model.with_kv_bits(config.kv_bits)
         parts = parts or assemble(self.model, config)

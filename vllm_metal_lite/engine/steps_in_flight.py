@@ -51,7 +51,7 @@ class StepsInFlight:
         self.pooling = PoolingTable()
         # Each rank measures its own times, so ranks would choose different drafts.
         self.speculator = None
-        if config.speculate == "auto" and model.ranks.size == 1:
+        if config.speculate != "off" and model.ranks.size == 1:
             draft = None if runner.drafter is None else self._draft
             most = config.num_speculative_tokens
             self.speculator = Speculator(self.seats.tokens_of, draft, most)

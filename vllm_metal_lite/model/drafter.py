@@ -42,6 +42,11 @@ def with_drafter(
         if name is None:
             return model
         drafter = load(name, dtype, trust_remote_code)
+    return attach(model, drafter)
+
+
+def attach(model: LoadedModel, drafter: LoadedModel) -> LoadedModel:
+    """The model with this drafter, whose layers follow the model's in the store."""
     if (problem := _problem(model, drafter)) is not None:
         raise ModelLoadError(f"{drafter.name} cannot draft for {model.name}: {problem}")
     drafter.packed.first_layer = len(model.packed.layout.specs)

@@ -82,34 +82,45 @@ _FAMILIES = {
 }
 
 
-def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Module | None:
-    """The head in a folder for this model, with lazy weights; None if the folder has none.
+def new_head(model: nn.Module, config: dict[str, Any]) -> nn.Module | None:
+    """A head for this model, without trained weights; None for an unknown family.
 
-    config: the model's config.json, as mlx-lm completes it.  Raises ValueError if the head's
-    tensors do not fit the model.
+    config: the model's config.json, as mlx-lm completes it.
     """
     family, body = _FAMILIES.get(str(config.get("model_type"))), body_of(model)
     if family is None or body is None:
         return None
     text = config.get("text_config") or config
-    weights, adds_one = _weights_of(folder, family, text["num_hidden_layers"])
-    if not weights:
-        return None
     one_layer = {"num_hidden_layers": 1, **family.changes}
     changed = {**config, **one_layer}
     if "text_config" in config:
         changed["text_config"] = {**text, **one_layer}
     model_class, args_class = _get_classes(changed)
     head = model_class(args_class.from_dict(changed))
-    own_body = cast(Any, body_of(head))
-    (own,) = (path for path, module in head.named_modules() if module is own_body)
-    if hasattr(own_body, "ssm_idx"):
-        own_body.ssm_idx = None  # no layer is recurrent
+    own: Any = body_of(head)
+    if hasattr(own, "ssm_idx"):
+        own.ssm_idx = None  # no layer is recurrent
     size, eps = text["hidden_size"], text["rms_norm_eps"]
-    own_body.embed_tokens = HeadEmbedding(body.embed_tokens, size, eps, family.hidden_first)
+    own.embed_tokens = HeadEmbedding(body.embed_tokens, size, eps, family.hidden_first)
     if "lm_head" in (above := _above(head)):
         above.lm_head = ModelsHead(_above(model).lm_head)
-    named = {f"{own}.{name}": weight for name, weight in weights.items()}
+    return head
+
+
+def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Module | None:
+    """The head in a folder for this model, with lazy weights; None if the folder has none.
+
+    Raises ValueError if the head's tensors do not fit the model.
+    """
+    if (head := new_head(model, config)) is None:
+        return None
+    text, family = config.get("text_config") or config, _FAMILIES[config["model_type"]]
+    weights, adds_one = _weights_of(folder, family, text["num_hidden_layers"])
+    if not weights:
+        return None
+    body = body_of(head)
+    (path,) = (path for path, module in head.named_modules() if module is body)
+    named = {f"{path}.{name}": weight for name, weight in weights.items()}
     # Not through `sanitize`, which adds one to the norms of some models and not of others.
     norms = {n: w + 1 if adds_one else w for n, w in named.items() if w.ndim == 1 and "norm" in n}
     rest = {n: w for n, w in named.items() if n not in norms}
