@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 
 from metal.host import installed
@@ -26,11 +27,15 @@ class ByModel(Speculator):
     def __init__(self, engine, share=1.0):
         super().__init__(engine.in_flight.seats.tokens_of, self._noted, 3)
         self.made, self.random, self.share = [], Random(0), share
-        self._own = engine.in_flight._draft
+        self._engine, self._own = engine, engine.in_flight._draft
 
     def _noted(self, wanted):
-        drafts = self._own(wanted)
-        self.made += [(list(r.token_ids), d) for (r, _), d in zip(wanted, drafts, strict=True)]
+        drafts, flying = self._own(wanted), self._engine.in_flight
+        if any(drafts):
+            rows = iter(np.array(flying.pipeline.runner._drafts.token_ids).tolist())
+            for (request, _), draft in zip(wanted, drafts, strict=True):
+                if request in flying._last_rows:
+                    self.made.append((list(request.token_ids), next(rows)[: len(draft)]))
         return drafts
 
     def wants(self, decodes):

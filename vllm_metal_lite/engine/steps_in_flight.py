@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_metal_lite.assembly import Parts
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
@@ -23,7 +23,7 @@ from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
 
@@ -69,9 +69,11 @@ class StepsInFlight:
         """Makes the drafts of a step for `Scheduler.schedule`; None: there are none."""
         return None if self.speculator is None else self._propose
 
-    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
+    def _propose(self, segments: Sequence[tuple[Segment, int]]) -> list[list[int]]:
+        """The drafts of segments (`scheduler.drafts`), within the requests' constraints."""
         assert self.speculator is not None, "without a speculator, no step has drafts"
+        self.seats.take_blocks([segment for segment, _ in segments])
+        wanted = [(segment.request, most) for segment, most in segments]
         drafts = self.speculator.propose(wanted)
         if not any(drafts):
             return drafts
@@ -84,29 +86,37 @@ class StepsInFlight:
         """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
         runner, size = self.pipeline.runner, self.inputs.block_size
         assert runner.drafter is not None, "these drafts are the drafter's"
-        requests = [request for request, _ in wanted]
-        seats = np.array([self.seats.req_index[request] for request in requests])
-        # The slots that a request has: the next step's blocks are not in its table yet.
-        slots = self.inputs.num_blocks[seats] * size - self.inputs.num_tokens[seats]
-        limits = np.minimum([most for _, most in wanted], slots + 1 + runner.drafter.takes_hidden)
-        rows = np.array([self._last_rows.get(request, -1) for request in requests])
-        limits[rows < 0] = 0
+        found: list[list[int]] = [[] for _ in wanted]
+        which = [i for i, (request, _) in enumerate(wanted) if request in self._last_rows]
+        requests = [wanted[i][0] for i in which]
+        seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
+        rows = np.array([self._last_rows[request] for request in requests], np.int32)
+        room = self.inputs.num_blocks[seats] * size - self.inputs.num_tokens[seats]
+        room += 1 + runner.drafter.takes_hidden
+        limits = np.minimum([wanted[i][1] for i in which], room)
+        if not len(limits) or limits.max() < 1:
+            return found
+        constrained = any(request in self.constraints for request in requests)
+        # Otherwise the drafts stay on the device, which gets the next step without a pause.
+        must_know = constrained or runner.sampler.reads_drafts(seats)
 
-        def pack(which: np.ndarray, positions: np.ndarray) -> ForwardBatch:
-            batch = self.inputs.pack(seats[which], positions, np.ones(len(which), np.int64))
-            return with_pictures(batch, [requests[i].pictures for i in which], self._eyes)
+        def pack(positions: np.ndarray) -> ForwardBatch:
+            batch = self.inputs.pack(seats, positions, np.ones(len(seats), np.int64))
+            return with_pictures(batch, [request.pictures for request in requests], self._eyes)
 
-        def choose(logits: mx.array, which: np.ndarray, drafts: list[mx.array]) -> mx.array:
-            mine, sampler = [requests[i] for i in which], runner.sampler
-            constrained = any(request in self.constraints for request in mine)
-            known = np.zeros((len(mine), 0), np.int32)
-            if drafts and (constrained or sampler.reads_drafts(seats[which])):
+        def choose(logits: mx.array, drafts: list[mx.array]) -> mx.array:
+            known = np.zeros((len(seats), 0), np.int32)
+            if must_know and drafts:
                 known = np.stack([np.array(tokens) for tokens in drafts], axis=1)
-            masks = self.constraints.masks_behind(mine, known) if constrained else None
-            before = Drafts(np.full(len(mine), len(drafts), np.int32), known)
-            return sampler(logits, seats[which], masks, before).token_ids
+            masks = self.constraints.masks_behind(requests, known) if constrained else None
+            before = Drafts(np.full(len(seats), len(drafts), np.int32), known)
+            return runner.sampler(logits, seats, masks, before).token_ids
 
-        return runner.draft(np.maximum(rows, 0), np.maximum(limits, 0), pack, choose)
+        tokens = runner.draft(seats, rows, limits, pack, choose)
+        made = np.array(tokens) if must_know else np.full(tokens.shape, UNKNOWN_DRAFT, np.int32)
+        for i, draft, most in zip(which, made.tolist(), limits.tolist(), strict=True):
+            found[i] = draft[: max(most, 0)]
+        return found
 
     def wants_drafts(self) -> bool:
         """Whether the next step should have drafts, which need all known tokens."""

@@ -16,17 +16,41 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, DeviceBatch
-from vllm_metal_lite.attention.step_arrays import upload_padded
+from vllm_metal_lite.attention.step_arrays import pad_rows, upload_padded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.forward_batch import PAD_SLOT, UNKNOWN_DRAFT, ForwardBatch
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result, State
 from vllm_metal_lite.runner.result import StepResult
 
-# Packs decodes: (the requests' indices (A,), the positions (A,)) -> a batch of one row for each.
-Pack = Callable[[np.ndarray, np.ndarray], ForwardBatch]
-# Chooses tokens (A,) int32: (logits (A, vocab_size), the requests' indices (A,), their drafts).
-Choose = Callable[[mx.array, np.ndarray, list[mx.array]], mx.array]
+# Packs decodes: the position of each request -> a batch of one row for each.
+Pack = Callable[[np.ndarray], ForwardBatch]
+# Chooses a token of each request, (B,) int32: (logits (B, vocab_size), the drafts before).
+Choose = Callable[[mx.array, list[mx.array]], mx.array]
+
+
+class Drafts(NamedTuple):
+    """Drafts on the device.  seats: (B,) the requests' seats.  starts: (B,) the position of each
+    one's first draft.  token_ids: (B, K) int32."""
+
+    seats: np.ndarray
+    starts: np.ndarray
+    token_ids: mx.array
+
+    def fill(self, step: DeviceBatch) -> mx.array:
+        """The token_ids (num_rows,) of a step, with these drafts in place of UNKNOWN_DRAFT."""
+        batch = step.batch
+        rows = np.flatnonzero(batch.token_ids == UNKNOWN_DRAFT)
+        if not len(rows):
+            return step.token_ids
+        segments = np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1
+        place = np.zeros(self.seats.max() + 1, np.int32)
+        place[self.seats] = np.arange(len(self.seats))
+        which = place[batch.req_indices[segments]]
+        drafts = self.token_ids[
+            mx.array(which), mx.array(batch.positions[rows] - self.starts[which])
+        ]
+        return mx.put_along_axis(step.token_ids, mx.array(rows), drafts, axis=0)
 
 
 class _Followed(NamedTuple):
@@ -72,45 +96,51 @@ class Drafter:
         return self._compiled(step, state) or self._compiled.build(step, state)
 
     def draft(
-        self, rows: np.ndarray, limits: np.ndarray, pack: Pack, choose: Choose, state: State
-    ) -> tuple[list[list[int]], State]:
-        """Returns (the drafts of each request, the attention's next state).
+        self,
+        seats: np.ndarray,
+        rows: np.ndarray,
+        limits: np.ndarray,
+        pack: Pack,
+        choose: Choose,
+        state: State,
+    ) -> tuple[Drafts, State]:
+        """Submit drafts of B requests; returns (the drafts, the attention's next state).
 
         rows: (B,) the sampled row of the last step behind whose token each request is drafted.
-        limits: (B,) the most drafts of each; the slots for their K and V must be the request's.
+        limits: (B,) the most drafts of each, whose K and V have slots; more drafts are made for
+        requests with lower limits than others, and mean nothing.
         """
         assert self._last is not None, "drafts continue a step"
         batch, logits, hidden = self._last
         packed_rows = batch.logits_indices[rows]
-        first = batch.positions[packed_rows] + 1 - self.takes_hidden
-        # `alive`: the requests that get one more draft.
-        alive, drafts, logits = np.arange(len(rows)), list[mx.array](), logits[mx.array(rows)]
-        hidden, made = hidden[mx.array(packed_rows)], list[tuple[np.ndarray, mx.array]]()
-        for depth in range(int(limits.max(initial=0))):
-            if (fewer := limits[alive] > depth).sum() < len(alive):
-                kept = mx.array(np.flatnonzero(fewer))
-                alive, logits, hidden = alive[fewer], logits[kept], hidden[kept]
-                drafts = [tokens[kept] for tokens in drafts]
+        starts = batch.positions[packed_rows] + 2
+        logits, hidden = logits[mx.array(rows)], hidden[mx.array(packed_rows)]
+        drafts: list[mx.array] = []
+        for depth in range(int(limits.max())):
             if depth or not self.takes_hidden:
-                decodes = pack(alive, first[alive] + depth)
-                step = self._attention.prepare(decodes, self._padded(len(alive)))
+                decodes = pack(starts - 1 - self.takes_hidden + depth)
+                step = self._attention.prepare(decodes, self._padded(len(rows)))
                 step = step._replace(logits_indices=None, returns_hidden=True, pictures=None)
-                rest = step.num_rows - len(alive)
+                rest = step.num_rows - len(rows)
+                if (beyond := depth >= limits).any():
+                    step = step._replace(slot_mapping=_without(step.slot_mapping, beyond))
                 if drafts:
                     step = step._replace(token_ids=mx.pad(drafts[-1], (0, rest)))
                 if self.takes_hidden:
                     padded = mx.pad(hidden, [(0, rest), (0, 0), (0, 0)])
                     step = step._replace(hidden=padded)
                 logits, [hidden], state = self._run(step, state)
-                logits, hidden = logits[: len(alive)], hidden[: len(alive)]
-            drafts = [*drafts, choose(logits, alive, drafts)]
-            made.append((alive, drafts[-1]))
-        mx.async_eval(state, self._attention.store.states.arrays)
-        found: list[list[int]] = [[] for _ in rows]
-        for alive, tokens in made:
-            for i, token in zip(alive.tolist(), np.array(tokens).tolist(), strict=True):
-                found[i].append(token)
-        return found, state
+                logits, hidden = logits[: len(rows)], hidden[: len(rows)]
+            drafts.append(choose(logits, drafts))
+        made = Drafts(seats, starts, mx.stack(drafts, axis=1))
+        mx.async_eval(made.token_ids, state)
+        return made, state
+
+
+def _without(slot_mapping: tuple[mx.array, ...], rows: np.ndarray) -> tuple[mx.array, ...]:
+    """The slots of a step, without those of these rows."""
+    padded = mx.array(pad_rows(rows, len(slot_mapping[0])))
+    return tuple(mx.where(padded, mx.array(PAD_SLOT), slots) for slots in slot_mapping)
 
 
 def _next_tokens(step: DeviceBatch, result: StepResult) -> mx.array:

@@ -20,8 +20,8 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.runner import drafter
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
-from vllm_metal_lite.runner.drafter import Choose, Drafter, Pack
 from vllm_metal_lite.runner.pooling_table import pooled_sums
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath, is_out_of_memory, kernel_at_fault
@@ -56,7 +56,8 @@ class ModelRunner:
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
         self._drafting = drafting
-        self.drafter: Drafter | None = None
+        self.drafter: drafter.Drafter | None = None
+        self._drafts: drafter.Drafts | None = None
         self._use(path)
         self.num_compiled_steps = 0
         self._last: StepResult | None = None
@@ -67,7 +68,7 @@ class ModelRunner:
         compiled = CompiledSteps(self.model, path.attention, path.fusion)
         self.path, self.compiled, self._state = path, compiled, state
         if self._drafting is not None:
-            self.drafter = Drafter(self._drafting, path.attention, padded_rows)
+            self.drafter = drafter.Drafter(self._drafting, path.attention, padded_rows)
 
     @property
     def attention(self) -> Attention:
@@ -122,6 +123,8 @@ class ModelRunner:
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
         if self.drafter is not None and self.drafter.takes_hidden:
             step = step._replace(returns_hidden=True)
+        if self._drafts is not None and len(batch.draft_token_ids):
+            step = step._replace(token_ids=self._drafts.fill(step))
         return step if after is None else step._replace(token_ids=known_tokens(step, after))
 
     def _launch(
@@ -143,6 +146,7 @@ class ModelRunner:
             else:
                 self.num_compiled_steps += 1
             result = self._sample_and_score(batch, built, num_prompt_logprobs, masks)
+            result.input_ids = step.token_ids
             state = built[-1]
             if self.drafter is not None:
                 state = self.drafter.follow(step, built, result)
@@ -189,12 +193,19 @@ class ModelRunner:
         self._last, self._state = result, state
 
     def draft(
-        self, rows: np.ndarray, limits: np.ndarray, pack: Pack, choose: Choose
-    ) -> list[list[int]]:
-        """Draft tokens behind the last step, see `Drafter.draft`."""
+        self,
+        seats: np.ndarray,
+        rows: np.ndarray,
+        limits: np.ndarray,
+        pack: drafter.Pack,
+        choose: drafter.Choose,
+    ) -> mx.array:
+        """Submit drafts behind the last step, see `Drafter.draft`; returns them, (B, K) int32.  The
+        next step may name them by UNKNOWN_DRAFT."""
         assert self.drafter is not None, "this model has no drafter"
-        drafts, self._state = self.drafter.draft(rows, limits, pack, choose, self._state)
-        return drafts
+        how = seats, rows, limits, pack, choose
+        self._drafts, self._state = self.drafter.draft(*how, self._state)
+        return self._drafts.token_ids
 
     def forget(self) -> None:
         """Drop the last step; its result will not be read."""

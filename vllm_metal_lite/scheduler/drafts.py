@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
-from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 
-# (Request, the most tokens) pairs -> the drafts of each; [] for none.
-Propose = Callable[[Sequence[tuple[Request, int]]], Sequence[Sequence[int]]]
+# (Segment, the most tokens) pairs -> the drafts of each request; [] for none.
+Propose = Callable[[Sequence[tuple[Segment, int]]], Sequence[Sequence[int]]]
 
 
 class DraftScheduler:
@@ -43,7 +42,7 @@ class DraftScheduler:
         wanted = [(s, most) for s in ends if (most := self._room(s)) > 0]
         if budget < 1 or not wanted or not self.has_room:
             return
-        proposed = propose([(segment.request, most) for segment, most in wanted])
+        proposed = propose(wanted)
         lengths = list(map(len, proposed))
         cap = max(lengths)
         while sum(min(length, cap) for length in lengths) > budget:
