@@ -139,6 +139,17 @@ def lookups() -> Iterator[Sequence[str]]:
         yield kind, *(f"{1e6 * statistics.median(of_one) / 20:.0f}" for of_one in times)
 
 
+def settle(engine: FittedEngine, load: WaveLoad) -> None:
+    """Run a load until the engine knows the times of its steps: on CUDA their first ones compile
+    for seconds, and an engine tries new ones in a tenth of its time."""
+    if (speculator := engine.engine.in_flight.speculator) is None:
+        return
+    speculator.pace.tries, known = 1.0, -1
+    while (now := speculator.pace.num_known) > known:
+        known = now
+        drive(engine, load)
+
+
 def with_heads(model: LoadedModel, right: float, said: list[int], bits: str | None) -> LoadedModel:
     """The model with a prepared head."""
     if model.drafter is None:
@@ -176,6 +187,7 @@ def speeds(
             load, found = WaveLoad([Wave([prompt] * count, [args.length] * count)]), {}
             for mode in MODES[kind != "json" :]:
                 engine = make_engine(answering, load, kind, mode)
+                settle(engine, load)
                 runs = [drive(engine, load) for _ in range(args.runs + WARM_UPS)]
                 if any(tokens != answer for run in runs for tokens in run.tokens):
                     raise MetalLiteError(f"{kind}: an answer is not the prepared one")

@@ -20,7 +20,7 @@ _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
 _MIN_KNOWN = 4
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
-_TRIES = 0.1  # the most of all time that goes to widths which are not known yet
+_TRIES = 0.1
 PLAIN = -1  # no drafts
 
 
@@ -34,9 +34,11 @@ class Pace:
 
     num_model_drafts: the most drafts of a request that the drafter made for the step; 0: all
     drafts were looked up; PLAIN: the step has no drafts.
+    tries: the most of all time that goes to widths which are not known yet.
     """
 
     def __init__(self) -> None:
+        self.tries = _TRIES
         self._times: dict[tuple[int, int], deque[float]] = {}  # by (num_model_drafts, width)
         # The seconds of all steps, and of drafted steps whose width was not known.
         self._seconds = self._tried = 0.0
@@ -59,9 +61,14 @@ class Pace:
         if plain and drafted:
             return drafted / plain
         is_new = (num_model_drafts, width(num_rows)) not in self._times
-        if drafted or (is_new and self._tried > _TRIES * self._seconds):
+        if drafted or (is_new and self._tried > self.tries * self._seconds):
             return math.inf
         return _UNKNOWN
+
+    @property
+    def num_known(self) -> int:
+        """How many kinds of steps are known."""
+        return sum(len(times) >= _MIN_KNOWN for times in self._times.values())
 
     def _known(self, num_model_drafts: int, num_rows: int) -> float:
         """The seconds of steps of this width; 0 until they are known."""
