@@ -198,7 +198,7 @@ def test_too_many_pictures(http):
     reply = http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == (
-        "messages.0.content.100: a request takes at most 100 pictures"
+        "messages.0.content.100: a prompt takes at most 100 pictures (limit_mm_per_prompt), got 101"
     )
 
 
@@ -241,11 +241,11 @@ def test_a_model_of_text():
 
 def test_a_later_turn_decodes_nothing(monkeypatch):
     processor = Processor.of_folder(READER)
-    first = processor.of_url(SEVEN)
+    first = processor.of(SEVEN)
     monkeypatch.setattr(eyes, "read", None)
-    assert processor.of_url(SEVEN) is first
+    assert processor.of(SEVEN) is first
     with pytest.raises(TypeError):
-        processor.of_url(THREE)
+        processor.of(THREE)
 
 
 # Rendering, without an engine

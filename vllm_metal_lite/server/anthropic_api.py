@@ -62,8 +62,8 @@ def conversation_of(
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         template = {"continue_final_message": True}
         how: dict[str, Any] = {"template": template, "add_generation_prompt": False}
-        return ChatRequest(join_systems(rendered), pictures=pictures.found, **how)
-    return ChatRequest(join_systems(rendered), pictures=pictures.found)
+        return ChatRequest(join_systems(rendered), pictures=pictures, **how)
+    return ChatRequest(join_systems(rendered), pictures=pictures)
 
 
 def _messages(
@@ -277,7 +277,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
 
 async def create_message(serving: Serving, body: MessagesRequest) -> Response:
-    conversation = body.conversation(Pictures(serving.model.facts.no_pictures))
+    conversation = body.conversation(serving.pictures())
     request, deltas = await answer(serving, body, conversation, "msg_")
     reply = MessageReply(request, deltas, serving.model_name)
     if body.stream:
@@ -287,7 +287,7 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
-    conversation = body.conversation(Pictures(serving.model.facts.no_pictures))
+    conversation = body.conversation(serving.pictures())
     rendered = await render(serving.model, conversation, to_run=False)
     return JSONResponse({"input_tokens": len(rendered.token_ids)})
 

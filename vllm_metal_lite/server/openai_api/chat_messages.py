@@ -59,7 +59,7 @@ class ConversationFields(Body):
             template["continue_final_message"] = True
         generation = not continues and self.add_generation_prompt is not False
         rendered = chat_messages(messages, pictures)
-        how: dict[str, Any] = {"effort": self.reasoning_effort, "pictures": pictures.found}
+        how: dict[str, Any] = {"effort": self.reasoning_effort, "pictures": pictures}
         return ChatRequest(rendered, template, generation, tools, choice, **how)
 
 

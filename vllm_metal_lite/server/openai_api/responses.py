@@ -231,13 +231,13 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    pictures = Pictures(serving.model.facts.no_pictures)
+    pictures = serving.pictures()
     conversation = ChatRequest(
         input_messages(body.input, body.instructions, pictures),
         tools=list(tools.tools.values()),
         choice=tools.choice,
         effort=reasoning.effort,
-        pictures=pictures.found,
+        pictures=pictures,
     )
     request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0

@@ -262,4 +262,5 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         description=tuple(describe(engine)),
         pooling=model.pooling,
         no_pictures=None if isinstance(engine.eyes, Eyes) else engine.eyes.reason,
+        max_pictures=config.limit_mm_per_prompt["image"],
     )
