@@ -248,6 +248,20 @@ def test_a_later_turn_decodes_nothing(monkeypatch):
         processor.of(THREE)
 
 
+def test_a_picture_counts_once_among_those_that_are_kept(monkeypatch):
+    size = Processor.of_folder(READER).of(SEVEN).patches.nbytes
+    monkeypatch.setattr(eyes, "PREPARED_BYTES", 2 * size)
+    processor = Processor.of_folder(READER)
+    kept = [processor.of(SEVEN), processor.of(THREE)]
+    assert processor.of(THREE) is kept[1]
+    assert processor.of(SEVEN) is kept[0]
+    processor.of(url(5))  # in the place of the three
+    assert processor.of(SEVEN) is kept[0]
+    again = processor.of(THREE)
+    assert again is not kept[1]
+    assert again.digest == kept[1].digest
+
+
 # Rendering, without an engine
 
 
