@@ -211,15 +211,106 @@ def test_a_large_file_is_no_long_prompt(client):
     assert chat(client, user(parts)).usage.prompt_tokens == 43
 
 
+LEFT_OUT = "chat templates leave out pictures of system messages"
+
+
 def test_other_parts_and_places_take_no_pictures(http):
     sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
     for message, words in (
         (user([sound]), "takes text and pictures only, got a part of type 'input_audio'"),
-        ({"role": "system", "content": [chat_part(SEVEN)]}, "got a part of type 'image_url'"),
+        ({"role": "system", "content": [chat_part(SEVEN)]}, LEFT_OUT),
     ):
         reply = http.post("/v1/chat/completions", json={"messages": [message, user("a")]})
         assert reply.status_code == 400
         assert words in reply.json()["error"]["message"]
+    items = [{"role": "developer", "content": [response_part(SEVEN)]}, user("a")]
+    reply = http.post("/v1/responses", json={"input": items})
+    assert (reply.status_code, LEFT_OUT in reply.text) == (400, True)
+    turns = [{"role": "system", "content": [block(SEVEN)]}, user("a")]
+    reply = http.post("/v1/messages", json={"messages": turns, "max_tokens": 5})
+    assert (reply.status_code, LEFT_OUT in reply.text) == (400, True)
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+DOCUMENT = {"type": "document", "source": PDF}
+
+
+def test_documents_of_pages_are_refused_and_do_not_end_an_agents_session(http):
+    body = {"messages": [user([DOCUMENT, text("a")])], "max_tokens": 5}
+    reply = http.post("/v1/messages", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "messages.0.content.0: this server takes text and pictures only, got a part of type "
+        "'document' and 'application/pdf'"
+    )
+    # Claude Code sends a PDF that it read in the user's message behind the result.
+    used = said([{"type": "tool_use", "id": "1", "name": "look", "input": {}}])
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "PDF file read"}
+    note = "[document of application/pdf: left out, since the model takes text and pictures only]"
+    pictures = Pictures(None, 9)
+    for turns in (
+        [user([{**result, "content": [DOCUMENT]}])],
+        [user([result, DOCUMENT])],
+        [user([result]), user([DOCUMENT, block(SEVEN)])],
+    ):
+        messages = conversation_of([used, *turns], None, pictures).messages
+        assert note in str(messages[-1]["content"])
+    assert len(pictures.found) == 1
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+DOCUMENT = {"type": "document", "source": PDF}
+
+
+def test_a_pdf_is_refused_and_does_not_end_an_agents_session(http):
+    body = {"messages": [user([DOCUMENT, text("a")])], "max_tokens": 5}
+    reply = http.post("/v1/messages", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "messages.0.content.0: this server takes text and pictures only, got a part of type "
+        "'document' and 'application/pdf'"
+    )
+    # Claude Code sends a PDF that it read in the user's message behind the result.
+    used = said([{"type": "tool_use", "id": "1", "name": "look", "input": {}}])
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "PDF file read"}
+    note = "[document of application/pdf: left out, since the model takes text and pictures only]"
+    pictures = Pictures(None, 9)
+    for turns in (
+        [user([{**result, "content": [DOCUMENT]}])],
+        [user([result, DOCUMENT])],
+        [user([result]), user([DOCUMENT, block(SEVEN)])],
+    ):
+        messages = conversation_of([used, *turns], None, pictures).messages
+        assert note in str(messages[-1]["content"])
+    assert len(pictures.found) == 1
+
+
+def test_usage_counts_the_rows_of_pictures(client, claude, http):
+    """16 rows, 3 breaks and an end a picture; the rest is text."""
+    parts = [chat_part(SEVEN), chat_part(THREE), text(DIGIT)]
+    asked, plain = [user(parts)], [user([text(DIGIT)])]
+    of_text = chat(client, *plain).usage.prompt_tokens
+    expected = of_text + 2 * (16 + 3 + 1)
+    assert chat(client, *asked).usage.prompt_tokens == expected
+    how = {"model": "reader", "temperature": 0, "stream": True}
+    how["stream_options"] = {"include_usage": True}
+    *_, last = client.chat.completions.create(messages=asked, **how)
+    assert last.usage.prompt_tokens == expected
+    assert http.post("/tokenize", json={"messages": asked}).json()["count"] == expected
+
+    items = [user([response_part(SEVEN), response_part(THREE), text(DIGIT, "input_text")])]
+    how = {"model": "reader", "input": items}
+    assert client.responses.create(**how).usage.input_tokens == expected
+    with client.responses.stream(**how) as stream:
+        assert stream.get_final_response().usage.input_tokens == expected
+
+    turns = [user([block(SEVEN), block(THREE), text(DIGIT)])]
+    how = {"model": "reader", "messages": turns, "max_tokens": 20}
+    with claude.messages.stream(**how) as stream:
+        for usage in stream.get_final_message().usage, claude.messages.create(**how).usage:
+            assert usage.input_tokens + usage.cache_read_input_tokens == expected
+    del how["max_tokens"]
+    assert claude.messages.count_tokens(**how).input_tokens == expected
 
 
 def test_the_model_says_what_it_takes(http):
@@ -321,6 +412,24 @@ def test_pictures_of_tools_go_to_the_user_if_the_template_leaves_them_out(tmp_pa
     shown, found = rendered(model, result, own)
     assert (shown, found) == ("<s><a>[INST]#q#[/INST]", names)
     assert rendered(reader(READER), result)[0] == "<s>[INST]a#[/INST]"  # this template shows it
+
+
+def test_pictures_of_answers_are_shown_where_the_template_shows_them(tmp_path, http):
+    """As in templates of Qwen3.5 and Gemma; those of Qwen3-VL leave them out."""
+    drawn = {"role": "assistant", "content": [text("a"), chat_part(SEVEN)]}
+    hides = STRINGS.replace("m.content", "'x'")
+    with pytest.raises(RequestError, match=r"0 places .*, in messages of the roles assistant"):
+        rendered(reader(tmp_path, hides), user("q"), drawn, user("r"))
+    shows = PLAIN.replace("message.role == 'assistant'", "message.role == 'nobody'")
+    model, asked = reader(tmp_path, shows), user([chat_part(THREE)])
+    shown, found = rendered(model, user("q"), drawn, asked)
+    assert shown == "<s>[INST]q[/INST][INST]a#[/INST][INST]#[/INST]"
+    assert found == digests(model, SEVEN, THREE)
+    for option in {"continue_final_message": True}, {"add_generation_prompt": False}:
+        body = {"messages": [user("q"), drawn], **option}
+        reply = http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 400
+        assert "an answer with pictures cannot be continued" in reply.json()["error"]["message"]
 
 
 def test_pictures_of_tools_go_before_them_if_no_user_may_come_after(tmp_path):

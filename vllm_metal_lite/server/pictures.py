@@ -57,6 +57,7 @@ class Pictures:
 
 # For places where no model takes pictures; it never collects any.
 TEXT_ONLY = Pictures()
+OF_SYSTEM = Pictures("chat templates leave out pictures of system messages")
 
 
 def _is_remote(url: str | bytes) -> TypeGuard[str]:
@@ -103,14 +104,19 @@ def place(
         first = count if first is None else first
     else:
         if first is not None:
+            roles = ", ".join(dict.fromkeys(m["role"] for m in messages if _has_parts(m)))
             raise RequestError(
                 f"the rendered prompt has {first} places for pictures ({placeholder}), and "
-                f"{len(found)} pictures are given"
+                f"{len(found)} pictures are given, in messages of the roles {roles}"
             )
         given = messages  # the template refuses them all; rendering again says why
     # A chat format may have sorted the results of tools.
-    contents = [m["content"] for m in given if isinstance(m.get("content"), list)]
+    contents = [m["content"] for m in given if _has_parts(m)]
     return given, [prepared[part["index"]] for c in contents for part in c if "index" in part]
+
+
+def _has_parts(message: Message) -> bool:
+    return isinstance(message.get("content"), list)
 
 
 def _without(placeholder: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_tools import PARAMETER, ResponseTools, flat_name
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
@@ -67,10 +67,12 @@ class _History:
         role = required_text(item, "role", where)
         follows_tool = bool(self.messages) and self.messages[-1]["role"] == "tool"
         content: Any = item.get("content")
-        if role == "user":
-            content = content_of(content, f"{where}.content", self._pictures, follows_tool)
-        else:
+        if role == "assistant":
             content = text_of(content, f"{where}.content")
+        else:
+            is_user = role == "user"
+            pictures = self._pictures if is_user else OF_SYSTEM
+            content = content_of(content, f"{where}.content", pictures, follows_tool and is_user)
         if role == "assistant":
             self._said(content)
         else:
