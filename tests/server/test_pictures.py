@@ -346,7 +346,7 @@ def test_a_picture_counts_once_among_those_that_are_kept(monkeypatch):
     kept = [processor.of(SEVEN), processor.of(THREE)]
     assert processor.of(THREE) is kept[1]
     assert processor.of(SEVEN) is kept[0]
-    processor.of(url(5))  # in the place of the three
+    processor.of(url(5))  # the three leaves
     assert processor.of(SEVEN) is kept[0]
     again = processor.of(THREE)
     assert again is not kept[1]
