@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.server.test_pictures import DIGIT, READER, SEVEN, chat_part, response_part, text
+from tests.support.images.drawn import DIGIT, READER, SEVEN, chat_part, response_part, text
 from tests.support.server.kit import user
 from vllm_metal_lite.images.pictures import bytes_of
 from vllm_metal_lite.server.errors import ApiError

@@ -38,6 +38,8 @@ T = TypeVar("T")
 PREPARED_BYTES = 256 << 20
 NAME_BYTES = 1 << 20
 FEATURE_BYTES = 256 << 20
+# Bytes of prepared pictures that a server's engine keeps, so that a turn need not send them again.
+SENT_BYTES = 128 << 20
 
 
 class ByBytes(Generic[T]):
@@ -133,7 +135,7 @@ class Eyes(NoEyes):
         )
         weights: Any = tree_flatten(tower.parameters())
         self.settings, self.weights = processor.settings, weights
-        self.num_bytes = sum(value.nbytes for _, value in weights) + FEATURE_BYTES
+        self.num_bytes = sum(value.nbytes for _, value in weights) + FEATURE_BYTES + SENT_BYTES
 
     def prepare(self, items: Any) -> list[Prepared]:
         if len(items) > self.max_pictures:
