@@ -64,8 +64,8 @@ OPEN = Media(["127.0.0.1"], allows=lambda address: address == "127.0.0.1")
 
 
 def fetch(media: Media, *urls: str) -> list[bytes]:
-    found = asyncio.run(media.fetch({f"at.{i}": url for i, url in enumerate(urls)}))
-    return list(found.values())
+    found = asyncio.run(media.fetch({url: f"at.{i}" for i, url in enumerate(urls)}))
+    return [found[url] for url in urls]
 
 
 def refusal(media: Media, url: str) -> str:
@@ -181,6 +181,12 @@ def test_pictures_by_url_are_read_in_each_api(http, running, site, monkeypatch):
         reply = http.post(f"/v1/{path}", json=body)
         assert reply.status_code == 200, reply.text
         assert "It is a 7." in reply.text
+    _, _, body = bodies(f"{site}/seven.png")[0]
+    body["messages"].insert(0, user([chat_part(f"{site}/seven.png"), chat_part(SEVEN)]))
+    count = len(Files.hosts)
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens"] > 3 * 16
+    assert len(Files.hosts) == count + 1  # one URL is fetched once
     for path, place, body in bodies(f"{site}/page"):
         reply = http.post(f"/v1/{path}", json=body)
         assert reply.status_code == 400

@@ -56,21 +56,21 @@ class Media:
     seconds: float = 10.0
     allows: Callable[[str], bool] = is_public
 
-    async def fetch(self, urls: Mapping[str, str]) -> dict[str, bytes]:
-        """The files of URLs, by their places in the body.
+    async def fetch(self, places: Mapping[str, str]) -> dict[str, bytes]:
+        """The files by their URLs.  places: where each URL is in the body.
 
         Raises ApiError (400) with the place of one that cannot be had.
         """
-        tls, files = await offload(_tls), {where: bytearray() for where in urls}
+        tls, files = await offload(_tls), {url: bytearray() for url in places}
 
-        async def load(where: str, url: str) -> None:
+        async def load(url: str, where: str) -> None:
             try:
                 async with (
                     asyncio.timeout(self.seconds),
                     aclosing(self._parts(client, url)) as parts,
                 ):
                     async for part in parts:
-                        files[where] += part
+                        files[url] += part
                         if sum(map(len, files.values())) > self.max_bytes:
                             most = f"{self.max_bytes:,} bytes"
                             raise _Refused(f"a request's pictures may have {most} together")
@@ -83,15 +83,15 @@ class Media:
             raise bad(where, f": {show(url[:80])} cannot be fetched: {why}")
 
         # The user's proxies would connect to any address.
-        how: dict[str, Any] = {"verify": tls, "trust_env": False, "timeout": self.seconds}
+        how: dict[str, Any] = {"verify": tls, "trust_env": False, "timeout": None}
         async with httpx2.AsyncClient(limits=_LIMITS, headers=_HEADERS, **how) as client:
             try:
                 async with asyncio.TaskGroup() as loads:
-                    for where, url in urls.items():
-                        loads.create_task(load(where, url))
+                    for url, where in places.items():
+                        loads.create_task(load(url, where))
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return {where: bytes(file) for where, file in files.items()}
+        return {url: bytes(file) for url, file in files.items()}
 
     async def _parts(self, client: httpx2.AsyncClient, source: str) -> AsyncGenerator[bytes]:
         """The bytes of a file as they come, behind redirects."""

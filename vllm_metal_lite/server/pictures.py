@@ -47,9 +47,9 @@ class Pictures:
         """Fetch the pictures by http URL.  Raises ApiError (400), also for too many pictures."""
         if (count := len(self.found)) > self.most:
             raise bad(self.found[self.most][0], f": {too_many(self.most, count)}")
-        if urls := {where: url for where, url in self.found if _is_remote(url)}:
-            files = await self.media.fetch(urls)
-            self.found = [(where, files.get(where, url)) for where, url in self.found]
+        if places := {url: where for where, url in reversed(self.found) if _is_remote(url)}:
+            files: dict[Any, bytes] = await self.media.fetch(places)
+            self.found = [(where, files.get(url, url)) for where, url in self.found]
             requester = REQUESTER.get()
             size = requester.size + sum(map(len, files.values()))
             REQUESTER.set(replace(requester, size=size))
