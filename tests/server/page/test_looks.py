@@ -24,7 +24,7 @@ def test_a_laptop_shows_the_engine_whole(open_page, width):
         for name in ("#pool", "#legend", "#samples", "#timeline"):
             expect(page.locator(name)).to_be_in_viewport(ratio=1)
         cut = page.locator("#figures dt, #figures dd, .head, .cost").evaluate_all(
-            """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 30)
+            """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 40)
                .map((e) => e.innerText)"""
         )
         assert not cut

@@ -179,11 +179,11 @@ export class EngineView {
       hits: share(m.prefix_cache_hit_tokens, queried),
       used: share(m.blocks_owned, m.blocks_total),
       preempted: m.blocks_total ? count(m.preemptions) : "–",
-      drafts: share(m.accepted_tokens, m.draft_tokens),
+      drafts: `${share(m.accepted_tokens, m.draft_tokens)} accepted`,
     };
     for (const [name, figure] of Object.entries(figures)) {
-      const [value, unit = ""] = figure.split(" ");
-      byId(`figure-${name}`).replaceChildren(value, make("span", {}, unit));
+      const [value, ...unit] = figure.split(" ");
+      byId(`figure-${name}`).replaceChildren(value, make("span", {}, unit.join(" ")));
     }
     byId("figure-drafts").parentElement.hidden = !m.draft_tokens;
   }
