@@ -1,5 +1,6 @@
 """The boxes of the page in a real browser, in each state, on screens of five widths."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -104,3 +105,69 @@ def test_axe_finds_nothing(crowd, width):
         found += [f"{state}: {wrong}" for wrong in violations(view.page)]
         view.page.evaluate("switchTheme()")
     assert not found, "\n".join(found)
+
+
+def tops(page, selector: str) -> list[int]:
+    """The upper edges of the visible elements."""
+    return page.locator(selector).evaluate_all(
+        """all => all.filter((e) => e.checkVisibility())
+           .map((e) => Math.round(e.getBoundingClientRect().top))"""
+    )
+
+
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_the_engine_is_in_order(crowd, width):
+    view = crowd(width)
+    page = view.page
+    view.open("/#engine")
+    expect(page.locator("#requests li")).to_have_count(32)
+    rows = Counter(tops(page, "#figures > div"))  # all figures are shown, also that of drafts
+    assert rows.total() == 7
+    assert min(rows.values()) >= 3
+    assert len(set(tops(page, "#engine-models button"))) == 1
+    assert page.locator("#engine-title").evaluate(
+        "e => e.offsetHeight < 2 * parseFloat(getComputedStyle(e).fontSize)"
+    )
+    expect(page.locator("#requests-size")).to_have_text("30 running, 2 waiting")
+    if width >= 1440:  # beside the other parts, and not below them
+        expect(page.locator("#requests li").nth(29)).to_be_in_viewport(ratio=1)
+
+
+def test_files_in_the_box_do_not_stack(crowd):
+    page = crowd(360).page
+    page.set_input_files("#attach", [DIGIT, NOTES, {**NOTES, "name": "more-notes.md"}])
+    expect(page.locator("#attached li")).to_have_count(3)
+    assert len(set(tops(page, "#attached li"))) == 1
+
+
+@pytest.mark.parametrize("width", [390, 1280, 1440])
+def test_the_engine_opens_and_closes_at_one_place(crowd, width):
+    page = crowd(width).page
+    if page.locator("#engine").is_visible():
+        page.click("#engine-close")
+    toggle = page.locator("#engine-toggle").bounding_box()
+    page.click("#engine-toggle")
+    close = page.locator("#engine-close").bounding_box()
+    assert toggle["x"] <= close["x"] + close["width"] / 2 <= toggle["x"] + toggle["width"]
+    assert toggle["y"] <= close["y"] + close["height"] / 2 <= toggle["y"] + toggle["height"]
+    page.mouse.click(close["x"] + close["width"] / 2, close["y"] + close["height"] / 2)
+    assert page.locator("#engine-toggle").bounding_box() == toggle
+
+
+def test_a_conversation_begins_beside_the_open_engine(crowd):
+    view = crowd(1280)
+    view.answer_with({"content": "Good."})
+    view.answer_to("hello")
+    view.page.click("#engine-toggle")
+    view.page.get_by_role("button", name="New conversation").click()
+    expect(view.page.locator(".message")).to_have_count(0)
+    expect(view.page.locator("#prompt")).to_be_focused()
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_schema_has_room(crowd, width):
+    page = crowd(width).page
+    page.click("#settings-open")
+    field, form = (page.locator(n).bounding_box() for n in ("#set-schema", "#set-system"))
+    assert field["width"] == form["width"]
+    assert field["height"] >= 6 * 18

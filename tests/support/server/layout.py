@@ -1,4 +1,4 @@
-"""What is wrong with the boxes of a page that is open: measured in the browser, without pictures."""
+"""What is wrong with the boxes of an open page: measured in the browser, without pictures."""
 
 import tarfile
 from functools import cache
@@ -8,10 +8,11 @@ from playwright.sync_api import Page
 
 _AXE = "4.14.1"
 
-# Boxes are measured as they are seen: cut by all that clips them, and only where nothing covers them.
+# Boxes are measured as they are seen: cut by all that clips them, and where nothing covers them.
 _FAULTS = r"""(least) => {
   const found = [];
-  const name = (e) => e.getAttribute("aria-label") || e.id || e.className || e.textContent.trim().slice(0, 40);
+  const name = (e) => e.getAttribute("aria-label") || e.id || e.className
+    || e.textContent.trim().slice(0, 40);
   const meets = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
     && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
   const clipped = (box, element) => {
@@ -30,14 +31,17 @@ _FAULTS = r"""(least) => {
     return top && (top === e || e.contains(top) || top.contains(e));
   };
   const seen = (e) => e.checkVisibility({ visibilityProperty: true, opacityProperty: true })
-    && !e.closest("[inert], .offscreen, .skip") && !(document.querySelector("dialog[open]") && !e.closest("dialog"));
+    && !e.closest("[inert], .offscreen, .skip")
+    && (!document.querySelector("dialog[open]") || e.closest("dialog"));
 
   const wide = document.documentElement.scrollWidth - innerWidth;
   if (wide > 0) found.push(`the page is ${wide} px wider than the screen`);
 
-  const controls = [...document.querySelectorAll("button, a[href], select, textarea, input, summary, label.file")]
+  const kinds = "button, a[href], select, textarea, input, summary, label.file";
+  const controls = [...document.querySelectorAll(kinds)]
     .filter((e) => seen(e) && !e.matches(".file input, p a, li a, td a"))
-    .map((e) => ({ e, whole: e.getBoundingClientRect(), box: clipped(e.getBoundingClientRect(), e) }))
+    .map((e) => [e, e.getBoundingClientRect()])
+    .map(([e, whole]) => ({ e, whole, box: clipped(whole, e) }))
     .filter(({ e, box }) => box.right > box.left && box.bottom > box.top && uncovered(box, e));
   for (const { e, whole } of controls) {
     if (whole.width < least || whole.height < least) {
@@ -54,7 +58,8 @@ _FAULTS = r"""(least) => {
     }
   }
   controls.forEach((a, i) => controls.slice(i + 1).forEach((b) => {
-    if (!a.e.contains(b.e) && !b.e.contains(a.e) && meets(a.box, b.box)) found.push(`${name(a.e)} overlaps ${name(b.e)}`);
+    if (a.e.contains(b.e) || b.e.contains(a.e) || !meets(a.box, b.box)) return;
+    found.push(`${name(a.e)} overlaps ${name(b.e)}`);
   }));
 
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -69,15 +74,15 @@ _FAULTS = r"""(least) => {
       const gone = box.right <= box.left || box.bottom <= box.top;  // scrolled away
       const scrolls = (axis) => {
         for (let p = e; p; p = p.parentElement) {
-          const room = axis === "X" ? p.scrollWidth > p.clientWidth : p.scrollHeight > p.clientHeight;
-          if (room && getComputedStyle(p)[`overflow${axis}`] === "auto") return true;
+          const side = axis === "X" ? "Width" : "Height";
+          const larger = p[`scroll${side}`] > p[`client${side}`];
+          if (larger && getComputedStyle(p)[`overflow${axis}`] === "auto") return true;
         }
         return false;
       };
       const named = e.closest("[title]");  // a tooltip tells the whole
-      if (!named && !scrolls("X") && (gone ? !scrolls("Y") : line.right > box.right + 1 || line.left < box.left - 1)) {
-        found.push(`“${node.data.trim()}” is cut`);
-      }
+      const cut = gone ? !scrolls("Y") : line.right > box.right + 1 || line.left < box.left - 1;
+      if (cut && !named && !scrolls("X")) found.push(`“${node.data.trim()}” is cut`);
       if (gone || !uncovered(box, e)) continue;
       for (const control of controls) {
         if (!control.e.contains(e) && !e.contains(control.e) && meets(box, control.box)) {
