@@ -62,6 +62,7 @@ _FAULTS = r"""(least) => {
     found.push(`${name(a.e)} overlaps ${name(b.e)}`);
   }));
 
+  const lines = [];
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = texts.nextNode(); node; node = texts.nextNode()) {
     const e = node.parentElement;
@@ -84,6 +85,7 @@ _FAULTS = r"""(least) => {
       const cut = gone ? !scrolls("Y") : line.right > box.right + 1 || line.left < box.left - 1;
       if (cut && !named && !scrolls("X")) found.push(`“${node.data.trim()}” is cut`);
       if (gone || !uncovered(box, e)) continue;
+      lines.push({ e, box, words: node.data.trim().slice(0, 40) });
       for (const control of controls) {
         if (!control.e.contains(e) && !e.contains(control.e) && meets(box, control.box)) {
           found.push(`${name(control.e)} covers “${node.data.trim().slice(0, 40)}”`);
@@ -91,13 +93,17 @@ _FAULTS = r"""(least) => {
       }
     }
   }
+  lines.forEach((a, i) => lines.slice(i + 1).forEach((b) => {
+    if (a.e.contains(b.e) || b.e.contains(a.e) || !meets(a.box, b.box)) return;
+    found.push(`“${a.words}” overlaps “${b.words}”`);
+  }));
   return [...new Set(found)];
 }"""
 
 
 def faults(page: Page, *, least: int) -> list[str]:
-    """The faults of what is shown: a page that is too wide, text that is cut, controls that overlap
-    or cover text, and controls whose sides are below `least` px."""
+    """The faults of what is shown: a page that is too wide, text that is cut, controls and texts that
+    overlap, and controls whose sides are below `least` px."""
     return page.evaluate(_FAULTS, least)
 
 

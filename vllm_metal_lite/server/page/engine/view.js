@@ -56,12 +56,7 @@ export class EngineView {
 
   pause(paused) {
     this.watcher.setPaused(paused);
-    const button = byId("engine-pause");
-    const label = paused ? "Resume" : "Pause";
-    button.setAttribute("aria-pressed", String(paused));
-    button.setAttribute("aria-label", label);
-    button.title = label;
-    button.querySelector("use").setAttribute("href", paused ? "#i-play" : "#i-pause");
+    byId("engine-pause").setAttribute("aria-pressed", String(paused));
   }
 
   /** Show or hide the paragraphs that explain the view. */
