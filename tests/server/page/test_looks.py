@@ -151,8 +151,8 @@ def test_controls_have_states(view, page):
     view.answer_to("hello")
     look = """e => { const s = getComputedStyle(e);
       return [s.backgroundColor, s.borderColor, s.color, s.filter, s.opacity].join(); }"""
-    # The box of the message and the row of a conversation change as a whole.
-    kinds = "button:enabled:not(.title), select, .box, #search, label.file, summary"
+    # The row of a conversation changes as a whole.
+    kinds = "button:enabled:not(.title), select, #search, label.file, summary"
     controls = page.locator(f"#app :is({kinds})").filter(visible=True)
     same = []
     for control in controls.all():
