@@ -102,8 +102,8 @@ _FAULTS = r"""(least) => {
 
 
 def faults(page: Page, *, least: int) -> list[str]:
-    """The faults of what is shown: a page that is too wide, text that is cut, controls and texts that
-    overlap, and controls whose sides are below `least` px."""
+    """The faults of what is shown: a page that is too wide, text that is cut, controls and texts
+    that overlap, and controls whose sides are below `least` px."""
     return page.evaluate(_FAULTS, least)
 
 
