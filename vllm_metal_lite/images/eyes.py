@@ -149,12 +149,14 @@ class Eyes(NoEyes):
         return place(token_ids, self.family, pictures)
 
     def __call__(self, picture: Prepared) -> Features:
-        """The features of a picture: kept ones, or those of the tower, which run with the step."""
+        """The features of a picture: kept ones, or those of the tower, which the device begins to
+        compute while the host builds the step."""
         found = self._kept.get(picture.digest)
         if found is None:
             found = self.tower(self._normalised(picture.patches), picture.grid)
             rows = found.rows.astype(mx.float32) / self.family.embed_scale
             found = found._replace(rows=rows.astype(found.rows.dtype))
+            mx.async_eval(found)
             num_bytes = sum(a.nbytes for a in (found.rows, *found.deep))
             self._kept.put(picture.digest, found, num_bytes)
         return found
