@@ -31,6 +31,15 @@ BAD_CONFIG = {
     "prefix_disk_gib": [-1, 1e308, INF, NAN, None],
     "kv_bits": [0, 3, 16, "8", True, 8.0],
     "dtype": ["float64", "", None, "int8", np.float32],
+    "limit_mm_per_prompt": [
+        8,
+        None,
+        '{"image": 8}',
+        [],
+        {"image": -1},
+        {"images": 1},
+        {"image": {}},
+    ],
     "seed": [-1, None, 1.5, "x", Broken()],
 }
 BAD_PARAMS = {

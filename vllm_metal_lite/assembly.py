@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     """Size the store, and build the parts around it.  Raises OutOfMemoryError and ConfigError."""
-    eyes = _eyes(model)
+    eyes = _eyes(model, config)
     held = replace(model, weight_bytes=model.weight_bytes + eyes.num_bytes)
     groups, max_model_len, num_state_slots = size_store(held, config)
     backend.set_memory_limits()
@@ -64,12 +64,12 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     return Parts(scheduler, runner, prefix_disk, eyes)
 
 
-def _eyes(model: LoadedModel) -> NoEyes:
+def _eyes(model: LoadedModel, config: EngineConfig) -> NoEyes:
     """The model's vision tower, with its weights."""
     with _if_installed("images"):
         from vllm_metal_lite.images.eyes import attach
 
-        return attach(model)
+        return attach(model, config.limit_mm_per_prompt["image"])
     return NoEyes("this installation takes no pictures")
 
 

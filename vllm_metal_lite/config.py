@@ -1,11 +1,11 @@
 """Every option of the engine, validated when it is made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from vllm_metal_lite.errors import ConfigError, Option, show
-from vllm_metal_lite.rules import Flag, apply_rules, choice, integer, number, switch, text
+from vllm_metal_lite.rules import Flag, apply_rules, choice, counts, integer, number, switch, text
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
@@ -21,6 +21,9 @@ MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 
 # Seats are rows of host tables that are made at start.
 MAX_NUM_SEQS = 16384
+
+# The most items of a prompt, by vLLM's names.  No model here takes audio or video.
+MM_LIMITS = {"image": 100, "audio": 0, "video": 0}
 
 # A request has at most this number of drafts in a step.
 MAX_DRAFT = 31
@@ -75,6 +78,7 @@ class EngineConfig:
     speculate "auto": where several tokens a step are faster; the tokens stay the same.
     draft_model None: trained heads in the model's folder draft, if there are any; see
     docs/speculation.md.
+    limit_mm_per_prompt: by vLLM's names; {"image": 8} allows eight pictures a prompt.
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
@@ -138,6 +142,11 @@ class EngineConfig:
         integer(1, MAX_MODEL_DRAFTS),
         Flag("N", "most drafts of a request by heads or a draft model"),
     ] = 3
+    limit_mm_per_prompt: Annotated[
+        Mapping[str, int],
+        counts(MM_LIMITS),
+        Flag("JSON", "most pictures of a prompt; 0: the vision tower is not loaded"),
+    ] = field(default_factory=lambda: dict(MM_LIMITS))
     seed: Annotated[int, integer(0), Flag("N", "seed of requests that have none of their own")] = 0
     trust_remote_code: Annotated[bool, switch()] = False
 

@@ -135,6 +135,19 @@ def switch() -> Rule:
     return Rule("true or false", take)
 
 
+def counts(defaults: Mapping[str, int]) -> Rule:
+    """A dict of counts by name.  defaults: the counts of names that the dict leaves out."""
+
+    def take(value: Any) -> dict[str, int]:
+        _require(isinstance(value, Mapping) and value.keys() <= defaults.keys())
+        found = {name: _integer(count) for name, count in value.items()}
+        _require(min(found.values(), default=0) >= 0)
+        return {**defaults, **found}
+
+    *names, last = map(repr, defaults)
+    return Rule(f"a dict of {', '.join(names)} or {last} to integers of at least 0", take)
+
+
 def token_ids(*, empty: bool = True) -> Rule:
     def take(value: Any) -> tuple[int, ...]:
         _require(isinstance(value, (list, tuple)) and (empty or len(value) > 0))

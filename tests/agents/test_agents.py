@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.agents.kit import Agent, Session, agent, installed, run
 from tests.support.chat.scripted_model import TASKS, call, text, write_scripted
@@ -79,6 +80,31 @@ def test_each_agent_does_its_task(tmp_path, template, hybrid, thoughts):
     # Four requests of each agent, all but its first behind a prompt that is there; one for a title.
     assert len(session.hits) == 13, session.log
     assert session.hits[-9] >= 0.9, session.log
+
+
+def test_each_agent_reads_a_picture_and_goes_on(tmp_path):
+    """A bright one; without it the model would say that it is dark."""
+    installed()
+    words, agents, scripts = TASKS[:3], [], {}
+    for kind, word in zip(KINDS, words, strict=True):
+        agents.append(agent(tmp_path, kind, word))
+        file = agents[-1].folder / "shot.png"
+        Image.new("RGB", (64, 64), "white").save(file)
+        looks = {
+            "claude": call("Read", file_path=str(file)),
+            "codex": call("view_image", path=str(file)),
+            "opencode": call("read", filePath=str(file)),
+        }
+        scripts[word] = [looks[kind], text(f"{word}: dark."), text(f"{word}: bright.")]
+    model = write_scripted(tmp_path / "model", scripts, template="Qwen3.5-4B", sees=True)
+    session = run(model, agents, tmp_path)
+    for word, code, output in zip(words, session.codes, session.outputs, strict=True):
+        assert code == 0, output
+        assert f"{word}: bright." in output
+    assert session.is_quiet, session.status
+    # Two requests of each agent, and one for a title.
+    assert len(session.hits) == 7, session.log
+    assert session.hits[-3] >= 0.9, session.log
 
 
 @pytest.mark.thorough

@@ -101,7 +101,12 @@ def test_engine_options_that_a_running_server_does_not_get_are_named(launch):
     with answering(HTTP + '{"data": [{"id": "a/b", "max_model_len": 512}]}') as port:
         plain = launch("claude", "--print", "--port", port)
         given = launch("claude", "--print", "--port", port, *flags)
+        limit = "--limit-mm-per-prompt"
+        limited = launch("claude", "--print", "--port", port, limit, '{"image": 8}')
+        as_ever = launch("claude", "--print", "--port", port, limit, '{"image": 100}')
     assert f"ignores {' '.join(flags)}: stop it, or give another --port" in given[2]
+    assert '--limit-mm-per-prompt \'{"image": 8, ' in limited[2]
+    assert "ignores" not in as_ever[2]
     assert given[:2] == plain[:2]
     assert "warning" not in plain[2]
 

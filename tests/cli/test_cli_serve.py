@@ -8,7 +8,9 @@ import pytest
 from tests.support.run_python import run_python
 from tests.support.server.cli_kit import SAFETY
 from tests.support.server.command import eventually, serve_command
+from vllm_metal_lite.cli.commands import make_parser
 from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.cli.options import engine_config, serve_flags
 from vllm_metal_lite.errors import install
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -41,9 +43,22 @@ def test_a_folder_may_have_an_equals_sign(tmp_path, capsys):
     assert f"error: {folder}: " in capsys.readouterr().err
 
 
+def test_options_of_pictures_have_the_form_of_vllm():
+    flags = ["--limit-mm-per-prompt", '{"image": 8, "video": 0}']
+    flags += ["--allowed-media-domains", "a.example", "*", "--allowed-media-domains", "b.example"]
+    args = make_parser().parse_args(["serve", *flags])
+    assert args.allowed_media_domains == ["a.example", "*", "b.example"]
+    config = engine_config(args)
+    assert config.limit_mm_per_prompt["image"] == 8
+    again = make_parser().parse_args(["serve", *serve_flags(config)])
+    assert engine_config(again) == config
+
+
 MISSING = """
 import sys
+from vllm_metal_lite.cli.commands import make_parser
 from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.cli.options import engine_config, serve_flags
 
 class Missing:
     def find_spec(self, name, path=None, target=None):

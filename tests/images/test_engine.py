@@ -277,7 +277,7 @@ def test_a_prefix_with_a_picture_survives_a_restart(
         ({"image": [np.zeros((4, 4), np.uint8)]}, "a picture must be"),
         ({"image": [A, B]}, r"has 15 image tokens \(7\), and the 2 pictures have 30 rows"),
         ({"image": [picture(3, 2, 2)]}, r"has 15 image tokens \(7\), and the 1 pictures have 4"),
-        ({"image": [A] * 101}, "at most 100 pictures, got 101"),
+        ({"image": [A] * 101}, r"at most 100 pictures \(limit_mm_per_prompt\), got 101"),
     ],
 )
 def test_wrong_pictures_are_refused_in_one_line(data: Any, words: str) -> None:
@@ -295,8 +295,23 @@ def test_a_model_without_eyes_says_so() -> None:
 
 def test_a_part_without_its_picture_is_refused() -> None:
     messages = [{"role": "user", "content": [{"type": "image_url"}]}]
-    with pytest.raises(RequestError, match="a part of type image_url has no picture"):
+    with pytest.raises(RequestError, match=r"a picture must be a Pillow image.*, got None"):
         reading().chat(messages)
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_prompt_has_at_most_as_many_pictures_as_the_option_says(limit: int) -> None:
+    """Without any, no tower is loaded."""
+    llm, pixels = reading(limit_mm_per_prompt={"image": limit}), draw(7, "red", random.Random(1))
+    eyes = llm.engine.eyes
+    assert bool(eyes.weights) == (eyes.num_bytes > 0) == (limit > 0)
+    asked = ask(pixels, "Which digit is this?")
+    why = "takes no pictures here: limit_mm_per_prompt is 0"
+    if limit:
+        assert texts(llm, [asked]) == ["It is a 7."]
+        asked, why = asked * 3, r"at most 2 pictures \(limit_mm_per_prompt\), got 3"
+    with pytest.raises(RequestError, match=why):
+        llm.chat(asked)
 
 
 def test_a_picture_larger_than_a_step_is_refused_where_it_must_not_be_cut() -> None:

@@ -106,6 +106,15 @@ def test_fields_that_files_leave_out_are_those_of_transformers() -> None:
     assert (found["hidden_act"], found["patch_size"]) == ("silu", 16)
 
 
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_reading_a_configuration_does_not_change_it(kind: str) -> None:
+    config = config_of(kind)
+    config["text_config"] = {"rope_scaling": {"mrope_section": [1]}, **config["text_config"]}
+    before = json.dumps(config)
+    completed(config)
+    assert json.dumps(config) == before
+
+
 def test_a_picture_is_prepared_once(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN))
     processor = Processor(family_of("qwen3_vl"), tmp_path)

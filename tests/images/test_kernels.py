@@ -12,7 +12,7 @@ from tests.support.images import seeing
 from tests.support.kernels.device import RIGHT, pretend_gpu
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.launches import fuse
+from vllm_metal_lite.fusion.launches import FusedLaunches, fuse
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 
 
@@ -28,6 +28,13 @@ def test_kernels_see_what_a_whole_forward_sees(
     """Steps of 32 tokens mix prompts and decodes.  Fused decodes rotate by themselves, but not
     behind a picture that turns them by other positions than their own."""
     pretend_gpu(monkeypatch, RIGHT)
+    building, fused_pictures = FusedLaunches.building, list[bool]()
+
+    def noted(fusion: FusedLaunches, step: Any) -> Any:
+        fused_pictures.append(step is not None and step.pictures is not None)
+        return building(fusion, step)
+
+    monkeypatch.setattr(FusedLaunches, "building", noted)
     seeing.model_of.cache_clear()  # fusion changes models
     with installed(), patch.object(decide, "decide", lambda model, *_: fusion_of(model, fused)):
         engine = seeing.engine(name, attention="kernels", max_num_batched_tokens=32)
@@ -35,6 +42,7 @@ def test_kernels_see_what_a_whole_forward_sees(
         assert (engine.runner.path.fusion is not NO_FUSION) is fused
         found = tiny.outputs(engine, requests(name), PARAMS)
     seeing.model_of.cache_clear()
+    assert any(fused_pictures) is fused
     for which, output in enumerate(found):
         tokens, answer = output.prompt_token_ids, output.outputs[0].token_ids
         expected = oracle(name, (*tokens, *answer), which)

@@ -24,6 +24,7 @@ FRIEND = "https://friend.example"
         ("allowed_origins", "--allowed-origin", f"{FRIEND}/", f"got '{FRIEND}/'"),
         ("allowed_hosts", "--allowed-host", "https://box.example", "got 'https://box.example'"),
         ("allowed_hosts", "--allowed-host", "box.example:80", "must be names without a port"),
+        ("allowed_media_domains", "--allowed-media-domains", "a.example/b", "got 'a.example/b'"),
         ("port", "--port", 65536, "must be an integer from 0 to 65535, got 65536"),
         ("port", "--port", "http", "must be an integer from 0 to 65535, got 'http'"),
         ("drain", "--drain", float("inf"), "must be"),

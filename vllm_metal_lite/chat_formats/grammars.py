@@ -194,8 +194,11 @@ def parameter_calls(
             if limits != _ANY_TEXT and before_mark:  # which is no part of the string
                 limits = f"({limits}) {literal(before_mark)}"
                 after = after.removeprefix(before_mark)
+            without_mark = f"{limits} & {text_without(end_mark)}"
             if end_mark in special:  # by its id; its letters are no part of the string either
-                return rules.add(f"{limits} & {text_without(end_mark)}", "T"), after
+                return rules.add(without_mark, "T"), after
+            if limits != _ANY_TEXT:  # a mark before the limits are met would be the end
+                limits = without_mark
             suffixed = rules.add(limits, "v", f"[suffix={literal(end_mark)}]")
             return suffixed, after.partition(end_mark)[2]
 

@@ -68,6 +68,8 @@ _REPEATED = {
     "allowed_hosts": Flag("NAME", "also accept this name in the Host header"),
     "allowed_origins": Flag("ORIGIN", "web pages of this origin may call the server; *: any"),
 }
+# A flag of several values, as vLLM has it.
+_MEDIA_DOMAINS = Flag("HOST", "fetch pictures by http(s) URL from these hosts; *: from any")
 _TEXTS = ("host", "api_key")  # kept as text, even if they look like numbers
 
 
@@ -76,7 +78,7 @@ def _add(group: Any, flags: Mapping[str, Flag], defaults: object = None) -> None
     for field, (metavar, text) in flags.items():
         default = getattr(defaults, field, None)
         if default is not None:
-            shown = f"{default:g}" if isinstance(default, float) else default
+            shown = f"{default:g}" if isinstance(default, float) else _text(default)
             text = f"{text} (default: {shown})"
         kind = str if field in _TEXTS else _value
         group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
@@ -136,7 +138,7 @@ def serve_flags(config: EngineConfig) -> list[str]:
     for field in flags_of(EngineConfig):
         value = getattr(config, field)
         if value != getattr(defaults, field):
-            flags += [flag(field), str(value)]
+            flags += [flag(field), _text(value)]
     flags += [] if config.enable_prefix_caching else ["--no-prefix-caching"]
     return flags + (["--trust-remote-code"] if config.trust_remote_code else [])
 
@@ -148,6 +150,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     for field, (metavar, text) in _REPEATED.items():
         text = f"{text}; repeatable"
         parser.add_argument(flag(field), dest=field, action="append", metavar=metavar, help=text)
+    name, (metavar, text) = flag("allowed_media_domains"), _MEDIA_DOMAINS
+    parser.add_argument(name, nargs="+", action="extend", metavar=metavar, help=text)
     parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--log-requests", action="store_true", help="print a line a request")
@@ -202,12 +206,19 @@ def engine_flag(field: str) -> str:
     return flag(field) if field in {f.name for kind in kinds for f in fields(kind)} else field
 
 
-def _value(text: str) -> int | float | str:
-    """A flag's value as a number if it is one, otherwise unchanged; the field's rule checks it."""
-    for kind in (int, float):
-        with suppress(ValueError):
+def _value(text: str) -> Any:
+    """A flag's value as a number or an object of JSON if it is one, otherwise unchanged; the
+    field's rule checks it."""
+    kinds: list[Callable[[str], Any]] = [json.loads] if text.startswith("{") else [int, float]
+    for kind in kinds:
+        with suppress(ValueError, RecursionError):
             return kind(text)
     return text
+
+
+def _text(value: Any) -> str:
+    """The text from which `_value` makes this value."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _json(text: str) -> Any:

@@ -68,7 +68,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
     """The server's options from parsed flags; UsageError if one is out of range."""
     given = {field.name: getattr(args, field.name) for field in fields(ServerConfig)}
     given["api_key"] = args.api_key if args.api_key is not None else envs.api_key()
-    for name in "allowed_hosts", "allowed_origins":
+    for name in "allowed_hosts", "allowed_origins", "allowed_media_domains":
         given[name] = tuple(given[name] or ())
     return options.checked(ServerConfig, given, options.engine_flag)
 

@@ -22,8 +22,7 @@ from vllm_metal_lite.images.families import (
     find_family,
     preprocess,
 )
-from vllm_metal_lite.images.messages import read, split
-from vllm_metal_lite.images.pictures import DIGEST_BYTES, Picture
+from vllm_metal_lite.images.pictures import DIGEST_BYTES, Picture, read
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
@@ -34,12 +33,13 @@ from vllm_metal_lite.runner.pictures import Features, NoEyes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# The most pictures of one prompt.
-MAX_PICTURES = 100
 
 # Bytes of prepared pictures, and of rows, that are kept for later turns.
 PREPARED_BYTES = 256 << 20
+NAME_BYTES = 1 << 20
 FEATURE_BYTES = 256 << 20
+# Bytes of prepared pictures that a server's engine keeps, so that a turn need not send them again.
+SENT_BYTES = 128 << 20
 
 
 class ByBytes(Generic[T]):
@@ -76,6 +76,7 @@ class Processor:
         kind: Any = getattr(transformers, family.processor)  # imports Pillow
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
+        self._digests = ByBytes[bytes](NAME_BYTES)  # of pictures, by the name of their file
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Processor":
@@ -92,14 +93,18 @@ class Processor:
             self._kept.put(picture.digest, found, found.patches.nbytes)
         return found
 
-    def of_url(self, url: str) -> Prepared:
-        """The picture of a data: URL.  Later turns of a conversation bring it again, and do not
-        decode it again.  Raises RequestError."""
-        name = blake2b(url.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
-        found = self._kept.get(name)
+    def of(self, item: Any) -> Prepared:
+        """A picture as `read` takes it.  Later turns of a conversation bring its data: URL or its
+        file again, and do not decode it again.  Raises RequestError."""
+        if not isinstance(item, (str, bytes)):
+            return self(read(item))
+        data = item.encode(errors="surrogatepass") if isinstance(item, str) else item
+        name = blake2b(data, digest_size=DIGEST_BYTES).digest()
+        digest = self._digests.get(name)
+        found = None if digest is None else self._kept.get(digest)
         if found is None:
-            found = self(read(url))
-            self._kept.put(name, found, found.patches.nbytes)
+            found = self(read(item))
+            self._digests.put(name, found.digest, 2 * DIGEST_BYTES)
         return found
 
     @property
@@ -120,24 +125,22 @@ class Processor:
 class Eyes(NoEyes):
     """Computes the rows of pictures; MLX arrays belong to the thread that uses the engine."""
 
-    def __init__(self, processor: Processor, tower: Tower) -> None:
+    def __init__(self, processor: Processor, tower: Tower, max_pictures: int) -> None:
+        """max_pictures: the most of one prompt."""
         self.processor, self.tower, self.family = processor, tower, processor.family
+        self.max_pictures = max_pictures
         self._kept = ByBytes[Features](FEATURE_BYTES)
         self._scale, self._offset = (
             mx.array(values.astype(np.float32)) for values in processor.scale_and_offset
         )
         weights: Any = tree_flatten(tower.parameters())
         self.settings, self.weights = processor.settings, weights
-        self.num_bytes = sum(value.nbytes for _, value in weights) + FEATURE_BYTES
+        self.num_bytes = sum(value.nbytes for _, value in weights) + FEATURE_BYTES + SENT_BYTES
 
     def prepare(self, items: Any) -> list[Prepared]:
-        if len(items) > MAX_PICTURES:
-            raise RequestError(f"a prompt takes at most {MAX_PICTURES} pictures, got {len(items)}")
-        return [x if isinstance(x, Prepared) else self.processor(read(x)) for x in items]
-
-    def split(self, messages: Any) -> tuple[Any, list[Prepared]]:
-        rendered, items = split(messages)
-        return rendered, self.prepare(items)
+        if len(items) > self.max_pictures:
+            raise RequestError(too_many(self.max_pictures, len(items)))
+        return [x if isinstance(x, Prepared) else self.processor.of(x) for x in items]
 
     def expand(self, text: str, pictures: Sequence[Prepared]) -> str:
         return expand(text, self.family, pictures)
@@ -146,12 +149,14 @@ class Eyes(NoEyes):
         return place(token_ids, self.family, pictures)
 
     def __call__(self, picture: Prepared) -> Features:
-        """The features of a picture: kept ones, or those of the tower, which run with the step."""
+        """The features of a picture: kept ones, or those of the tower, which the device begins to
+        compute while the host builds the step."""
         found = self._kept.get(picture.digest)
         if found is None:
             found = self.tower(self._normalised(picture.patches), picture.grid)
             rows = found.rows.astype(mx.float32) / self.family.embed_scale
             found = found._replace(rows=rows.astype(found.rows.dtype))
+            mx.async_eval(found)
             num_bytes = sum(a.nbytes for a in (found.rows, *found.deep))
             self._kept.put(picture.digest, found, num_bytes)
         return found
@@ -163,9 +168,16 @@ class Eyes(NoEyes):
         return x.reshape(patches.shape).astype(self.tower.dtype)
 
 
-def attach(model: LoadedModel) -> NoEyes:
+def too_many(most: int, count: int) -> str:
+    return f"a prompt takes at most {most} pictures (limit_mm_per_prompt), got {count}"
+
+
+def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
     """The eyes of a model, or the reason why it takes no pictures, which is logged once if the
-    model's files have a tower."""
+    model's files have a tower that does not load.
+
+    max_pictures: the most of one prompt; 0: the tower is not loaded.
+    """
     name, folder = model.name, model.folder
     try:
         family = find_family(model.config)
@@ -173,12 +185,14 @@ def attach(model: LoadedModel) -> NoEyes:
         return NoEyes(f"{name} takes no pictures here: {e}")
     if family is None:
         return NoEyes(f"{name} takes text only")
+    if not max_pictures:
+        return NoEyes(f"{name} takes no pictures here: limit_mm_per_prompt is 0")
     try:
         if folder is None or model.ranks.size > 1 or model.packed.mode is not Mode.PACKED:
             raise ValueError("it is divided, loaded without its files, or not packed")
         tower = read_tower(family, folder, model.config)
         tower.set_dtype(model.dtype)
-        eyes = Eyes(Processor(family, folder), tower)
+        eyes = Eyes(Processor(family, folder), tower, max_pictures)
     except Exception as e:  # files of others fail in any way
         reason = f"{name} takes no pictures here: {one_line(e)}"
         logger.warning(reason)

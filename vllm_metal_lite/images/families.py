@@ -5,6 +5,7 @@ that replaces the picture in a prompt, and says how its rows are rotated and wha
 """
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ def completed(config: Config) -> Config:
     kind = str(config.get("model_type"))
     kind = {"pixtral": "llava"}.get(kind, kind)  # the name of the whole model in transformers
     try:
-        full = AutoConfig.for_model(kind, **own).to_dict()
+        full = AutoConfig.for_model(kind, **deepcopy(own)).to_dict()  # it changes what it gets
     except Exception:  # an unknown model, or a field that this version refuses
         return config
     parts = {

@@ -1,5 +1,7 @@
-"""Decodes picture files to RGB."""
+"""Pictures that users give: objects, data: URLs and files, which are decoded to RGB."""
 
+import base64
+import binascii
 import hashlib
 from dataclasses import dataclass
 from io import BytesIO
@@ -7,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.errors import RequestError, one_line
+from vllm_metal_lite.errors import RequestError, one_line, show
 
 # The most pixels of a picture; its size is known before it is decoded.
 MAX_PIXELS = 32_000_000
@@ -30,6 +32,36 @@ def picture_of(rgb: np.ndarray) -> Picture:
     digest = hashlib.blake2b(shape, digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(rgb).data)
     return Picture(rgb, digest.digest())
+
+
+def read(item: Any) -> Picture:
+    """A picture: a Pillow image, an array (height, width, 3) of uint8, the bytes of a file, or a
+    data: URL.  Raises RequestError."""
+    if isinstance(item, str):
+        item = bytes_of(item)
+    if isinstance(item, (bytes, bytearray)):
+        return decode(bytes(item))
+    if hasattr(item, "convert"):  # a Pillow image
+        return of_pillow(item)
+    if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.shape[2:] == (3,):
+        return picture_of(item)
+    raise RequestError(
+        "a picture must be a Pillow image, an array (height, width, 3) of uint8, the bytes of a "
+        f"file or a data: URL, got {show(item)}"
+    )
+
+
+def bytes_of(url: str) -> bytes:
+    """The bytes of a data: URL in base64.  Raises RequestError."""
+    head, comma, data = url.partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64") and comma):
+        raise RequestError(
+            f"the URL of a picture must be data:image/...;base64,..., got {show(url[:80])}"
+        )
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise RequestError(f"the data of a picture's URL is no base64: {e}") from None
 
 
 def decode(data: bytes) -> Picture:

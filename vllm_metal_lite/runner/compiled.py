@@ -59,9 +59,7 @@ class CompiledSteps:
     def build(self, step: DeviceBatch, state: State) -> Result:
         """Build the forward of a step."""
         attention = self.attention.begin(step, state)
-        # The rules of fusion know neither features nor three positions.
-        fusion = self.fusion if step.pictures is None else NO_FUSION
-        logits, hidden = self.model(attention, step.logits_indices, fusion)
+        logits, hidden = self.model(attention, step.logits_indices, self.fusion)
         if not step.returns_hidden:
             return logits, [], attention.state
         if hidden is None:
@@ -70,7 +68,7 @@ class CompiledSteps:
 
     def __call__(self, step: DeviceBatch, state: State) -> Result | None:
         """Run a step by compiled code.  Returns None if the caller must `build` the step."""
-        if self.reason is not None or not step.plan.repeats or step.pictures is not None:
+        if self.reason is not None or not step.plan.repeats:
             return None
         # MLX keeps traces per thread.
         variant = threading.get_ident(), _variant_of(step[1:])

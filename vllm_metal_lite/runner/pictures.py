@@ -47,12 +47,11 @@ class NoEyes:
     def split(self, messages: Any) -> tuple[Any, list[Any]]:
         """(Messages with a part {"type": "image"} for each picture, the prepared pictures).  Raises
         RequestError: chat templates of text leave pictures out without a word."""
-        for message in messages if isinstance(messages, (list, tuple)) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, (list, tuple)) else ():
-                if isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS:
-                    raise RequestError(self.reason)
-        return messages, []
+        if not isinstance(messages, (list, tuple)):
+            return messages, []
+        items: list[Any] = []
+        rendered = [_without_pictures(message, items) for message in messages]
+        return rendered, self.prepare(items) if items else []
 
     def expand(self, text: str, pictures: Sequence[Any]) -> str:
         """The text with all rows of the pictures."""
@@ -65,6 +64,22 @@ class NoEyes:
     def __call__(self, picture: Any) -> Features:
         """The features of a prepared picture."""
         raise NotImplementedError
+
+
+def _without_pictures(message: Any, items: list[Any]) -> Any:
+    """A message with {"type": "image"} for each of its pictures, which are added to `items`."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in PICTURE_PARTS:
+            item = part.get(kind)
+            items.append(item.get("url") if isinstance(item, Mapping) else item)
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def with_pictures(

@@ -31,7 +31,7 @@ from vllm_metal_lite.server.conversations import ChatRequest, join_systems, rend
 from vllm_metal_lite.server.errors import anthropic_shape, bad, must_be, shown_error
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
 from vllm_metal_lite.server.request_tools import add_tool, check_demand, check_named, function_tool
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.stream import encode, event, sse
@@ -57,21 +57,27 @@ def conversation_of(
         rendered.append({"role": "system", "content": text})
     names: dict[Any, str] = {}
     for i, message in enumerate(messages):
-        rendered += _messages(message, f"messages.{i}", names, pictures)
+        follows_tool = bool(rendered) and rendered[-1]["role"] == "tool"
+        rendered += _messages(message, f"messages.{i}", names, pictures, follows_tool)
     last = rendered[-1] if rendered else {"role": ""}
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         template = {"continue_final_message": True}
         how: dict[str, Any] = {"template": template, "add_generation_prompt": False}
-        return ChatRequest(join_systems(rendered), pictures=pictures.found, **how)
-    return ChatRequest(join_systems(rendered), pictures=pictures.found)
+        return ChatRequest(join_systems(rendered), pictures=pictures, **how)
+    return ChatRequest(join_systems(rendered), pictures=pictures)
 
 
 def _messages(
-    message: Mapping[str, Any], where: str, names: dict[Any, str], pictures: Pictures
+    message: Mapping[str, Any],
+    where: str,
+    names: dict[Any, str],
+    pictures: Pictures,
+    follows_tool: bool,
 ) -> Iterator[Message]:
     """The messages that one of Anthropic's becomes: the results of tools have their own role.
 
     names: the tools' names, by call id; a result has only the id.
+    follows_tool: the message before ends with a result; agents send a result's file after it.
     """
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
@@ -82,7 +88,9 @@ def _messages(
     elif role == "assistant":
         yield _assistant(blocks, where, names)
     else:
-        yield from _user(role, blocks, where, names, pictures if role == "user" else TEXT_ONLY)
+        is_user = role == "user"
+        taken = pictures if is_user else OF_SYSTEM
+        yield from _user(role, blocks, where, names, taken, follows_tool and is_user)
 
 
 def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
@@ -106,14 +114,19 @@ def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
 
 
 def _user(
-    role: str, blocks: list[Any], where: str, names: dict[Any, str], pictures: Pictures
+    role: str,
+    blocks: list[Any],
+    where: str,
+    names: dict[Any, str],
+    pictures: Pictures,
+    follows_tool: bool,
 ) -> Iterator[Message]:
     parts: list[Any] = []
     has_results = any(type_of(block) == "tool_result" for block in blocks)
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
         if type_of(block) != "tool_result":
-            parts.append(part_of(block, at, pictures, has_results))
+            parts.append(part_of(block, at, pictures, has_results or follows_tool))
             continue
         if parts:
             yield {"role": role, "content": joined(parts)}
@@ -277,7 +290,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
 
 async def create_message(serving: Serving, body: MessagesRequest) -> Response:
-    conversation = body.conversation(Pictures(serving.model.facts.no_pictures))
+    conversation = body.conversation(serving.pictures())
     request, deltas = await answer(serving, body, conversation, "msg_")
     reply = MessageReply(request, deltas, serving.model_name)
     if body.stream:
@@ -287,7 +300,7 @@ async def create_message(serving: Serving, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> Response:
-    conversation = body.conversation(Pictures(serving.model.facts.no_pictures))
+    conversation = body.conversation(serving.pictures())
     rendered = await render(serving.model, conversation, to_run=False)
     return JSONResponse({"input_tokens": len(rendered.token_ids)})
 

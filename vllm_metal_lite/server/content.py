@@ -52,10 +52,14 @@ def part_of(part: Any, where: str, pictures: Pictures, is_result: bool) -> str |
     if kind in (None, *_TEXT, "refusal") or _blocks_of(part) is not None:
         return part_text(part, where)
     takes = "text and pictures only" if sees else "text only"
+    source = part.get("source")
+    media = source.get("media_type") if kind == "document" and isinstance(source, Mapping) else None
     if is_result:
-        return f"[{kind}: left out, since the model takes {takes}]"
+        name = f"{kind} of {media}" if isinstance(media, str) else kind
+        return f"[{name}: left out, since the model takes {takes}]"
+    name = show(kind) if media is None else f"{show(kind)} and {show(media)}"
     why = f": {pictures.refusal}" if kind in KINDS and pictures.refusal else ""
-    raise bad(where, f": this server takes {takes}, got a part of type {show(kind)}{why}")
+    raise bad(where, f": this server takes {takes}, got a part of type {name}{why}")
 
 
 def joined(parts: list[Any]) -> Content:

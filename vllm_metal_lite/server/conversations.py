@@ -16,7 +16,7 @@ from vllm_metal_lite.images.prompts import expand
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.offload import check_wanted, offload
-from vllm_metal_lite.server.pictures import place
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures, place
 from vllm_metal_lite.server.request_limits import num_characters
 from vllm_metal_lite.server.templates import Template
 
@@ -33,7 +33,7 @@ class ChatRequest:
     enable_thinking, effort: whether, and how much, to think; None: the template's default.
     thinking_budget: the largest number of tokens of thoughts.
     choice: the calls that the answer may or must make.
-    pictures: see `Pictures.found`.
+    pictures: those of the messages.
     """
 
     messages: Sequence[Message]
@@ -44,7 +44,7 @@ class ChatRequest:
     enable_thinking: bool | None = None
     effort: str | None = None
     thinking_budget: int | None = None
-    pictures: Sequence[tuple[str, str]] = ()
+    pictures: Pictures = field(default_factory=lambda: TEXT_ONLY)
 
     def variables(self, template: Template) -> dict[str, Any]:
         """The variables that the template is rendered with."""
@@ -83,6 +83,7 @@ async def render(model: ModelText, conversation: ChatRequest, *, to_run: bool = 
 
     to_run: False if the caller needs only the tokens, and no checkpoints.
     """
+    await conversation.pictures.fetch()
     with_checkpoints = to_run and model.facts.uses_checkpoints
     return await offload(render_prompt, model, conversation, with_checkpoints)
 
@@ -101,9 +102,10 @@ def render_prompt(model: ModelText, conversation: ChatRequest, with_checkpoints:
     how = conversation.add_generation_prompt, conversation.variables(template)
     pictures: list[Prepared] = []
     with_pictures: Callable[[str], str] = str
-    if conversation.pictures and (processor := model.processor) is not None:
+    found = conversation.pictures.found
+    if found and (processor := model.processor) is not None:
         messages, pictures = place(
-            processor, conversation.pictures, messages, lambda given: template.render(given, *how)
+            processor, found, messages, lambda given: template.render(given, *how)
         )
         with_pictures = partial(expand, family=processor.family, pictures=pictures)
     with overflow(model):

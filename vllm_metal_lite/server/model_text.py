@@ -24,7 +24,7 @@ class ModelFacts:
 
     uses_checkpoints: whether checkpoints help, because requests can start at some positions only.
     num_blocks: the number of blocks of the first KV group.  description: lines for the user.
-    no_pictures: why the model takes no pictures; None: it takes them.
+    no_pictures: why the model takes no pictures; None: it takes them.  max_pictures: of a prompt.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ModelFacts:
     description: tuple[str, ...]
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     no_pictures: str | None = ""
+    max_pictures: int = 0
 
 
 class ModelText:

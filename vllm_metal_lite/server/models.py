@@ -29,7 +29,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, context_of
+from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, read_files
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -81,7 +81,8 @@ class Models:
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
         for i, model in enumerate(self.by_name.values()):
-            model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
+            reading = offload(read_files, model.spec.source, self.config.max_model_len)
+            model.context, model.only_pools = await reading
             if i == 0 or model.spec.pinned:
                 self._release(await self._acquire(model))
         self._has_started = True

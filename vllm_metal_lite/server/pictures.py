@@ -1,17 +1,21 @@
-"""Pictures in requests: found in the parts of messages, read on a thread, placed in the prompt."""
+"""Pictures in requests: found in messages, fetched, read on a thread, placed in the prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.images.eyes import MAX_PICTURES, Processor
+from vllm_metal_lite.images.eyes import Processor, too_many
 from vllm_metal_lite.images.families import Prepared
 from vllm_metal_lite.server.errors import bad, must_be
-from vllm_metal_lite.server.offload import check_wanted
+from vllm_metal_lite.server.media import Media
+from vllm_metal_lite.server.offload import REQUESTER, check_wanted
 from vllm_metal_lite.server.templates import together
 
+NO_MEDIA = Media()
+# The place of a picture in a body, and its URL or its file.
+Found = tuple[str, str | bytes]
 # The types of parts that hold a picture: in chat completions, in Responses and in Anthropic's API.
 KINDS = ("image_url", "input_image", "image")
 
@@ -20,46 +24,64 @@ KINDS = ("image_url", "input_image", "image")
 class Pictures:
     """Collects the pictures of a request while its messages are converted.
 
-    refusal: why the model takes no pictures; None: it takes them.
-    found: the place in the body and the data: URL of each picture.
+    refusal: why the model takes no pictures; None: it takes them.  most: of one prompt.
+    media: fetches those by http URL.
+    found: the place in the body of each picture, and its URL or, once fetched, its file.
     """
 
     refusal: str | None = ""
-    found: list[tuple[str, str]] = field(default_factory=list)
+    most: int = 0
+    media: Media = NO_MEDIA
+    found: list[Found] = field(default_factory=list)
 
     def take(self, part: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The part that a template gets for a picture.  `index`: the picture's place in `found`.
         Raises ApiError (400)."""
-        if len(self.found) == MAX_PICTURES:
-            raise bad(where, f": a request takes at most {MAX_PICTURES} pictures")
-        self.found.append((where, _url_of(part, where)))
+        at, url = _url_of(part, where)
+        if _is_remote(url) and not self.media.domains:
+            raise bad(at, ": this server fetches no pictures; send a data: URL")
+        self.found.append((where, url))
         return {"type": "image", "index": len(self.found) - 1}
+
+    async def fetch(self) -> None:
+        """Fetch the pictures by http URL.  Raises ApiError (400), also for too many pictures."""
+        if (count := len(self.found)) > self.most:
+            raise bad(self.found[self.most][0], f": {too_many(self.most, count)}")
+        if places := {url: where for where, url in reversed(self.found) if _is_remote(url)}:
+            files: dict[Any, bytes] = await self.media.fetch(places)
+            self.found = [(where, files.get(url, url)) for where, url in self.found]
+            requester = REQUESTER.get()
+            size = requester.size + sum(map(len, files.values()))
+            REQUESTER.set(replace(requester, size=size))
 
 
 # For places where no model takes pictures; it never collects any.
 TEXT_ONLY = Pictures()
+OF_SYSTEM = Pictures("chat templates leave out pictures of system messages")
 
 
-def _url_of(part: Mapping[str, Any], where: str) -> str:
-    """The data: URL of a picture's part."""
+def _is_remote(url: str | bytes) -> TypeGuard[str]:
+    return isinstance(url, str) and url.lower().startswith(("http:", "https:"))
+
+
+def _url_of(part: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """The place and the text of the URL of a picture's part."""
     name = "source" if part.get("type") == "image" else "image_url"
     where, url = f"{where}.{name}", part.get(name)
     if isinstance(url, Mapping):
         if url.get("type") == "base64":  # Anthropic's
             if not isinstance(data := url.get("data"), str):
                 raise must_be(f"{where}.data", "a string", data)
-            return f"data:{url.get('media_type')};base64,{data}"
+            return where, f"data:{url.get('media_type')};base64,{data}"
         where, url = f"{where}.url", url.get("url")
     if not isinstance(url, str):
         raise must_be(where, "a data: URL", url)
-    if url.lower().startswith(("http:", "https:")):
-        raise bad(where, ": this server fetches no pictures; send a data: URL")
-    return url
+    return where, url
 
 
 def place(
     processor: Processor,
-    found: Sequence[tuple[str, str]],
+    found: Sequence[Found],
     messages: Sequence[Message],
     render: Callable[[Sequence[Message]], str],
 ) -> tuple[Sequence[Message], list[Prepared]]:
@@ -82,14 +104,19 @@ def place(
         first = count if first is None else first
     else:
         if first is not None:
+            roles = ", ".join(dict.fromkeys(m["role"] for m in messages if _has_parts(m)))
             raise RequestError(
                 f"the rendered prompt has {first} places for pictures ({placeholder}), and "
-                f"{len(found)} pictures are given"
+                f"{len(found)} pictures are given, in messages of the roles {roles}"
             )
         given = messages  # the template refuses them all; rendering again says why
     # A chat format may have sorted the results of tools.
-    contents = [m["content"] for m in given if isinstance(m.get("content"), list)]
+    contents = [m["content"] for m in given if _has_parts(m)]
     return given, [prepared[part["index"]] for c in contents for part in c if "index" in part]
+
+
+def _has_parts(message: Message) -> bool:
+    return isinstance(message.get("content"), list)
 
 
 def _without(placeholder: str, value: Any) -> Any:
@@ -101,10 +128,10 @@ def _without(placeholder: str, value: Any) -> Any:
     return [_without(placeholder, v) for v in value] if isinstance(value, list) else value
 
 
-def _prepared(processor: Processor, where: str, url: str) -> Prepared:
+def _prepared(processor: Processor, where: str, source: str | bytes) -> Prepared:
     check_wanted()
     try:
-        return processor.of_url(url)
+        return processor.of(source)
     except RequestError as e:
         raise bad(where, f": {e}") from e
 

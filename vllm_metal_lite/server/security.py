@@ -55,7 +55,7 @@ class _Checked:
         own = (config.host, "localhost", socket.gethostname(), *config.allowed_hosts)
         self._names = {name.lower() for name in own}
         self._any_host = "*" in config.allowed_hosts
-        self._max_body = int(config.max_body_mib * 2**20)
+        self._max_body = config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = _of_this_server(scope)

@@ -10,6 +10,7 @@ from vllm_metal_lite.errors import NOT_FINITE, BusyError, ModelLoadError
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.model.files.pooling_config import only_pools
 from vllm_metal_lite.server.worker.client import EngineClient
 
 
@@ -66,6 +67,7 @@ class Model:
         self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # its length in tokens, as the model's files say
+        self.only_pools = False  # whether it is made for embeddings or scores alone
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model
@@ -114,11 +116,14 @@ class Model:
         return self.failure
 
 
-def context_of(source: str, max_model_len: int | None) -> int | None:
-    """The context of a model whose files are on this machine; None if only loading will tell."""
+def read_files(source: str, max_model_len: int | None) -> tuple[int | None, bool]:
+    """The context of a model whose files are on this machine, None if only loading will tell; and
+    whether the model is made for embeddings or scores alone."""
+    folder = context = None
     with suppress(ModelLoadError, OSError):
-        file = find(source, download=False) / "config.json"
+        folder = find(source, download=False)
+        file = folder / "config.json"
         config = read_json(file) if file.is_file() else {}  # reading a pipe may never end
         if (length := configured_length(config)) is not None:
-            return min(length, max_model_len or length)
-    return None
+            context = min(length, max_model_len or length)
+    return context, only_pools(folder, source)

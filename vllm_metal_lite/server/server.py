@@ -17,9 +17,11 @@ from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
 from vllm_metal_lite.server.errors import ContextOverflow, error_response
+from vllm_metal_lite.server.media import Media
 from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, REQUESTER, Requester, offload
+from vllm_metal_lite.server.pictures import Pictures
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.settings import ServerConfig
@@ -45,6 +47,7 @@ class Server:
         self.requests: dict[str, RequestState] = {}
         self.logs_requests = False  # print a line when a request ends, also when it is cut short
         self.metrics = Metrics(models)
+        self.media = Media(config.allowed_media_domains, config.max_body_bytes)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
     def check_open(self) -> None:
@@ -106,6 +109,11 @@ class Serving:
     @property
     def model(self) -> ModelText:
         return self.engine.model
+
+    def pictures(self) -> Pictures:
+        """Collects the pictures of this request."""
+        facts = self.model.facts
+        return Pictures(facts.no_pictures, facts.max_pictures, self.server.media)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

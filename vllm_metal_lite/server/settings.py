@@ -22,6 +22,7 @@ class ServerConfig:
     api_key: if None, requests need no key, and the host must be a loopback address.
     allowed_hosts: names that the Host header may have, besides the address itself; "*" allows any
     name, and requests without the header.
+    allowed_media_domains: hosts that pictures by http URL may come from; "*" allows any.
     allowed_origins: origins of web pages that may call the server (CORS); "*" allows any.
     memory_budget_gib: the memory for all models together; if None, a safe value for the device.
     """
@@ -36,6 +37,7 @@ class ServerConfig:
     ] = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
     max_body_mib: Annotated[float, number(0, above=True), Flag("N", "largest request in MiB")] = 32
     max_waiting: Annotated[
         int, integer(0), Flag("N", "requests that may wait for a seat; more get 503")
@@ -69,12 +71,11 @@ class ServerConfig:
                     f" must be as browsers send them, such as https://example.com, or *, got "
                     f"{show(origin)}",
                 )
-        for name in self.allowed_hosts:
-            if not _NAME.fullmatch(name):
-                raise ConfigError(
-                    Option("allowed_hosts"),
-                    f" must be names without a port, such as example.com, got {show(name)}",
-                )
+        for option in "allowed_hosts", "allowed_media_domains":
+            for name in getattr(self, option):
+                if not _NAME.fullmatch(name):
+                    why = f" must be names without a port, such as example.com, got {show(name)}"
+                    raise ConfigError(Option(option), why)
         ip = ip_address_of(self.host)
         is_loopback = self.host == "localhost" if ip is None else ip.is_loopback
         if self.api_key is None and not is_loopback:
@@ -83,6 +84,10 @@ class ServerConfig:
                 f" {show(self.host)} can be reached from other machines: set an ",
                 Option("api_key"),
             )
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * 2**20)
 
 
 def ip_address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -3,12 +3,15 @@
 import base64
 import io
 import random
+from pathlib import Path
 
 import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
+from tests.support.server.kit import serving
 from tools.demo_model.train_reader import draw
+from vllm_metal_lite.server.served_model import ModelSpec
 
 pytestmark = pytest.mark.long
 
@@ -31,6 +34,25 @@ def picture_of(part: dict) -> Image.Image:
     head, data = part["image_url"]["url"].split(",")
     assert head in ("data:image/png;base64", "data:image/jpeg;base64")
     return Image.open(io.BytesIO(base64.b64decode(data)))
+
+
+@pytest.fixture(scope="module")
+def reading():
+    """A server whose tiny model reads a digit and its colour."""
+    reader = Path(__file__).parents[2] / "support" / "images" / "reader"
+    with serving([ModelSpec("reader", str(reader))]) as running:
+        yield running
+
+
+def test_a_model_reads_a_picture_that_is_attached(reading, open_page):
+    """All parts are real: the browser, the server, the tower and the model."""
+    view = open_page(url=reading.url)
+    view.page.set_input_files("#attach", [DIGIT])
+    assert view.answer_to("Which digit is this?") == "It is a 7."
+    assert view.answer_to("Which colour is it?") == "It is blue."
+    other = file_of("three.png", Image.fromarray(draw(3, "red", random.Random(1))))
+    view.page.set_input_files("#attach", [other])
+    assert view.answer_to("Which digit is this?") == "It is a 3."
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.images.eyes import Eyes
 from vllm_metal_lite.images.families import Family, Prepared
+from vllm_metal_lite.images.pictures import read
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.towers import Tower
 from vllm_metal_lite.model.loader import LoadedModel
@@ -81,8 +82,8 @@ def eyes_of(name: str, seed: int = 0) -> CountedEyes:
         embed_scale=8.0 if name in SEES else 1.0,
     )
     normal = (np.ones(3), np.zeros(3))
-    processor = SimpleNamespace(family=family, scale_and_offset=normal, settings="")
-    return CountedEyes(processor, RandomTower(name, seed))
+    processor = SimpleNamespace(family=family, scale_and_offset=normal, settings="", of=read)
+    return CountedEyes(processor, RandomTower(name, seed), 100)
 
 
 @cache
@@ -100,7 +101,7 @@ def engine(name: str = "qwen3_vl", tower: int = 0, **options: Any) -> LLMEngine:
     config = EngineConfig(**{**defaults, "max_model_len": 80, "speculate": "off", **options})
     model = model_of(name).with_kv_bits(config.kv_bits)
     eyes = eyes_of(name, tower)
-    with patch("vllm_metal_lite.images.eyes.attach", lambda model: eyes):
+    with patch("vllm_metal_lite.images.eyes.attach", lambda *_: eyes):
         return LLMEngine(model, config)
 
 

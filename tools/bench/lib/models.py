@@ -7,6 +7,7 @@ array is larger than the largest parameter of the model.
 import io
 import json
 import math
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -74,6 +75,16 @@ def _fill_quantised(path: str, module: nn.Module, dtype: mx.Dtype) -> dict[str, 
     return {**found, "scales": scales.astype(dtype), "biases": (-most / 2 * scales).astype(dtype)}
 
 
+def fill(model: nn.Module, dtype: mx.Dtype, but: Collection[str] = ()) -> None:
+    """Give a model random parameters, all except those at the paths in `but`."""
+    made: list[tuple[str, mx.array]] = []
+    for path, w in tree_flatten(model.parameters()):
+        if path not in but:
+            made.append((path, _fill(path, w, dtype)))
+            mx.eval(made[-1][1])  # one at a time: random numbers take several times the memory
+    model.update(tree_unflatten(made))
+
+
 def random_weights(
     name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -111,11 +122,8 @@ def fill(model: nn.Module, dtype: mx.Dtype) -> None:
     for path, m in quantised.items():
         for name_, w in _fill_quantised(path, m, dtype).items():
             made.append((f"{path}.{name_}", w))
-            mx.eval(w)  # one at a time: random numbers take several times the memory
-    for path, w in tree_flatten(model.parameters()):
-        if path not in of_words:
-            made.append((path, _fill(path, w, dtype)))
-            mx.eval(made[-1][1])
+            mx.eval(w)
+    fill(model, dtype, of_words)
     model.update(tree_unflatten(made))
     mx.clear_cache()
 

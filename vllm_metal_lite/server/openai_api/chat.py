@@ -16,7 +16,6 @@ from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from vllm_metal_lite.server.openai_api.reply import Choice, ChoiceWriter, CompletionFields, Reply
 from vllm_metal_lite.server.params import OnlyText, Unsupported
-from vllm_metal_lite.server.pictures import Pictures
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
@@ -111,7 +110,7 @@ class ChatCompletionRequest(ConversationFields, CompletionFields):
 
 async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Response:
     conversation = replace(
-        body.conversation(body.messages, Pictures(serving.model.facts.no_pictures)),
+        body.conversation(body.messages, serving.pictures()),
         thinking_budget=body.thinking_token_budget,
     )
     request, deltas = await answer(serving, body, conversation, "chatcmpl-")

@@ -14,7 +14,7 @@ from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, type_of
 from vllm_metal_lite.server.params import Unsupported
-from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
 from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
 
 # The arguments of transformers' apply_chat_template that are not variables of a template.
@@ -59,7 +59,10 @@ class ConversationFields(Body):
             template["continue_final_message"] = True
         generation = not continues and self.add_generation_prompt is not False
         rendered = chat_messages(messages, pictures)
-        how: dict[str, Any] = {"effort": self.reasoning_effort, "pictures": pictures.found}
+        end: Message = rendered[-1] if rendered else {}
+        if not generation and end.get("role") == "assistant" and isinstance(end["content"], list):
+            raise bad("messages", ": an answer with pictures cannot be continued")
+        how: dict[str, Any] = {"effort": self.reasoning_effort, "pictures": pictures}
         return ChatRequest(rendered, template, generation, tools, choice, **how)
 
 
@@ -107,8 +110,8 @@ def _message(
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)
     is_result = rendered["role"] == "tool" or (rendered["role"] == "user" and follows_tool)
-    if rendered["role"] not in ("user", "tool"):
-        pictures = TEXT_ONLY
+    if rendered["role"] == "system":
+        pictures = OF_SYSTEM
     content = message.get("content")
     rendered["content"] = content_of(content, f"{where}.content", pictures, is_result)
     optional(message, "tool_call_id", str, where)

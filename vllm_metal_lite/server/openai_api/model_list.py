@@ -22,6 +22,7 @@ def routes(server: Server) -> list[Route]:
         context_length: the name in other servers; the value comes from the model's files until the
         model is loaded.
         thinking: whether the chat template knows of thoughts; None until the model is loaded.
+        capabilities: ["completion"], or ["embedding"] for a model of embeddings or scores.
         input_modalities: ["text"], or ["text", "image"]; None until the model is loaded.
         """
         name = model.spec.name
@@ -38,6 +39,7 @@ def routes(server: Server) -> list[Route]:
             "root": model.spec.source,
             "max_model_len": limit,
             "context_length": limit or model.context,
+            "capabilities": ["embedding" if model.only_pools else "completion"],
             "thinking": model.client.model.can_think if model.client else None,
             "input_modalities": ["text", *["image"] * sees] if model.client else None,
             "state": model.state,

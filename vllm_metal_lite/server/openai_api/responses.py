@@ -18,7 +18,7 @@ from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_tools import PARAMETER, ResponseTools, flat_name
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
@@ -67,10 +67,12 @@ class _History:
         role = required_text(item, "role", where)
         follows_tool = bool(self.messages) and self.messages[-1]["role"] == "tool"
         content: Any = item.get("content")
-        if role == "user":
-            content = content_of(content, f"{where}.content", self._pictures, follows_tool)
-        else:
+        if role == "assistant":
             content = text_of(content, f"{where}.content")
+        else:
+            is_user = role == "user"
+            pictures = self._pictures if is_user else OF_SYSTEM
+            content = content_of(content, f"{where}.content", pictures, follows_tool and is_user)
         if role == "assistant":
             self._said(content)
         else:
@@ -231,13 +233,13 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    pictures = Pictures(serving.model.facts.no_pictures)
+    pictures = serving.pictures()
     conversation = ChatRequest(
         input_messages(body.input, body.instructions, pictures),
         tools=list(tools.tools.values()),
         choice=tools.choice,
         effort=reasoning.effort,
-        pictures=pictures.found,
+        pictures=pictures,
     )
     request, deltas = await answer(serving, body, conversation, "resp_")
     names, top = TokenNames(serving.model.tokenizer), body.top_logprobs or 0

@@ -10,7 +10,6 @@ from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.openai_api.prompts import token_ids_of
-from vllm_metal_lite.server.pictures import Pictures
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.whole_json import whole_json
 
@@ -36,7 +35,7 @@ class DetokenizeRequest(Body):
 async def tokenize_text(serving: Serving, body: TokenizeRequest) -> Response:
     model = serving.model
     if body.messages is not None:
-        conversation = body.conversation(body.messages, Pictures(model.facts.no_pictures))
+        conversation = body.conversation(body.messages, serving.pictures())
         token_ids = (await render(model, conversation, to_run=False)).token_ids
     else:
         special = body.add_special_tokens is not False

@@ -17,7 +17,7 @@ from vllm_metal_lite.server.model_text import ModelFacts, ModelText
 from vllm_metal_lite.server.offload import REQUESTER, offload
 from vllm_metal_lite.server.worker import link
 from vllm_metal_lite.server.worker.fair_rounds import FairRounds
-from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, Delta, EngineLost
+from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, Delta, EngineLost, Sent
 from vllm_metal_lite.server.worker.request_state import RequestState
 
 logger = logging.getLogger("vllm_metal_lite")
@@ -44,7 +44,7 @@ class EngineClient:
         self.not_finite = False  # the model has computed NaN or infinity for a request
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
-        self._fair, self._is_stopping = FairRounds(), False
+        self._fair, self._sent, self._is_stopping = FairRounds(), Sent(), False
         self._heard_at = time.monotonic()  # the last message, or the first request after a pause
         self._replies: dict[str, asyncio.Future[Any]] = {}  # by request id, FILES or FACTS
         self._files, self._facts = self._reply(FILES), self._reply(FACTS)
@@ -118,6 +118,7 @@ class EngineClient:
         try:
             if add.sampling.structured_outputs is not None:
                 await self._accepted(request_id, "compile", request_id, add.sampling, client)
+            add = replace(add, pictures=self._sent.packed(add.pictures))
             await self._accepted(request_id, "add", add)
             yield request
         finally:

@@ -8,10 +8,11 @@ machine share.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_metal_lite.chat_formats.events import Event
 from vllm_metal_lite.engine.pooling import ONE_TOKEN
+from vllm_metal_lite.images.eyes import SENT_BYTES, ByBytes
 from vllm_metal_lite.images.families import Prepared
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -35,7 +36,7 @@ class Add:
     """A request for the engine.
 
     fair_round: the order of requests of one priority, see `fair_rounds.py`.
-    checkpoints, pictures: see `conversations.Rendered`.
+    checkpoints, pictures: see `conversations.Rendered`; over the pipe, pictures as in `Sent`.
     """
 
     request_id: str
@@ -45,12 +46,43 @@ class Add:
     fair_round: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
-    pictures: Sequence[Prepared] = ()
+    pictures: Sequence[Any] = ()
 
     @property
     def sampling(self) -> SamplingParams:
         """The sampling parameters.  A pooling request samples one token, which is dropped."""
         return ONE_TOKEN if isinstance(self.params, PoolingParams) else self.params
+
+
+class Sent:
+    """The pictures that the engine's process keeps, because each turn of a conversation brings them
+    again: 3 MB for 1024 x 1024 pixels.
+
+    The server and the process have one each, and use them in the order of the messages.  So both
+    keep the same pictures, and the server knows which ones it need not send.
+    """
+
+    def __init__(self) -> None:
+        self._kept = ByBytes[Prepared](SENT_BYTES)
+
+    def packed(self, pictures: Sequence[Prepared]) -> list[Prepared | bytes]:
+        """What the server sends: each picture, or the digest of one that the process has."""
+        sent: list[Prepared | bytes] = []
+        for picture in pictures:
+            is_there = self._kept.get(picture.digest) is not None
+            sent.append(picture.digest if is_there else picture)
+            self._kept.put(picture.digest, picture, picture.patches.nbytes)
+        return sent
+
+    def unpacked(self, sent: Sequence[Prepared | bytes]) -> list[Prepared]:
+        """The pictures of what the server sent."""
+        pictures = []
+        for item in sent:
+            picture = self._kept.get(item) if isinstance(item, bytes) else item
+            assert picture is not None, "the server and the engine keep different pictures"
+            self._kept.put(picture.digest, picture, picture.patches.nbytes)
+            pictures.append(picture)
+        return pictures
 
 
 # The log-probabilities of a position: (token id, log-probability, rank) of the sampled token, then

@@ -32,7 +32,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.offload import GRAMMARS
 from vllm_metal_lite.server.output import never_waiting
-from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost
+from vllm_metal_lite.server.worker.messages import FACTS, FILES, Add, EngineLost, Sent
 from vllm_metal_lite.server.worker.progress import Progress
 from vllm_metal_lite.server.worker.watch import Watcher
 
@@ -100,7 +100,7 @@ class Worker:
         self._engine, self._pipe, self._server = engine, pipe, server
         self._progress: dict[str, Progress] = {}  # unfinished, by request id
         self._grammars: dict[str, Future[Any]] = {}  # of requests that `add` is to queue
-        self._metrics_at = 0.0
+        self._metrics_at, self._sent = 0.0, Sent()
         self._watcher = Watcher(engine)
         self._is_stopped = False
         engine.on_step = self._on_step
@@ -137,7 +137,7 @@ class Worker:
         prompt = {
             "prompt_token_ids": add.prompt_token_ids,
             "cache_salt": add.cache_salt,
-            "multi_modal_data": {"image": list(add.pictures)},
+            "multi_modal_data": {"image": self._sent.unpacked(add.pictures)},
         }
         try:
             order = {"priority": add.priority, "fair_round": add.fair_round}
@@ -262,4 +262,5 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         description=tuple(describe(engine)),
         pooling=model.pooling,
         no_pictures=None if isinstance(engine.eyes, Eyes) else engine.eyes.reason,
+        max_pictures=config.limit_mm_per_prompt["image"],
     )

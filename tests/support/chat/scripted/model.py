@@ -4,7 +4,8 @@ What it says next depends on the whole context, and only through its caches:
 
 - head 0 finds the last token that starts a message, by its position among the keys;
 - head 1 counts the results of tools (or a recurrent state does, in the hybrid form);
-- head 2 finds a token that names the task.
+- head 2 finds a token that names the task;
+- head 3 looks at the rows of pictures: a bright one moves the script to the next turn.
 
 So a block, a slot or a state that belongs to somebody else changes the answer.
 """
@@ -34,6 +35,7 @@ class ModelArgs(BaseModelArgs):
     count_token: int = 0
     task_tokens: list[int] = field(default_factory=list)
     hybrid: bool = False
+    sees: bool = False
     max_position_embeddings: int = 262144
 
 
@@ -44,25 +46,34 @@ def _channels(*values: mx.array) -> mx.array:
 
 
 class Attention(nn.Module):
-    def __call__(self, start, count, task, mask, cache):
-        """(last start, mean count, task), and the positions, all (B, L) float32."""
+    def __call__(self, start, count, task, seen, mask, cache):
+        """(last start, mean count, task, brightness), and the positions, all (B, L) float32.
+
+        seen: (B, L, 2), a picture's brightness and 1 in its rows, zeros in others.
+        """
         ones, zeros = mx.ones_like(start), mx.zeros_like(start)
         x, where = mx.stack([ones, zeros], -1)[:, None], 0 if cache is None else cache.offset
         how = {"traditional": True, "base": None, "scale": 1.0, "freqs": mx.array([1 / _ANGLE])}
         turned = mx.fast.rope(x, 2, offset=where, **how)[:, 0]
         angle = mx.arctan2(turned[..., 1], turned[..., 0])
         positions = mx.round(mx.where(angle < -1e-4, angle + 2 * math.pi, angle) / _ANGLE)
-        beside = _channels(zeros), _channels(_SHARP * ones)
+        beside = _channels(zeros), *[_channels(_SHARP * ones)] * 2
+        bright, is_picture = seen[..., 0], seen[..., 1]
         q = mx.concatenate([_channels(_SHARP * ones, 4000 * ones), *beside], 1)
         k = mx.concatenate(
-            [_channels(start, positions / 1000), _channels(zeros), _channels(mx.minimum(task, 1))],
+            [
+                _channels(start, positions / 1000),
+                _channels(zeros),
+                _channels(mx.minimum(task, 1)),
+                _channels(is_picture),
+            ],
             1,
         )
-        v = mx.concatenate([_channels(positions), _channels(count), _channels(task)], 1)
+        v = mx.concatenate([_channels(x) for x in (positions, count, task, bright)], 1)
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(q, k, v, cache=cache, scale=1.0, mask=mask)
-        return out[:, 0, :, 0], out[:, 1, :, 0], out[:, 2, :, 0], positions
+        return *(out[:, head, :, 0] for head in range(4)), positions
 
 
 class Counter(nn.Module):
@@ -91,6 +102,8 @@ class Body(nn.Module):
         self.args = args
         self.layers = [Attention(), *([Counter()] if args.hybrid else [])]
         self.script = mx.zeros(args.shape, mx.int32)
+        if args.sees:
+            self.embed_tokens = nn.Embedding(args.vocab_size, 2)
 
     def __call__(self, inputs, cache=None):
         args = self.args
@@ -101,10 +114,14 @@ class Body(nn.Module):
         for number, token in enumerate(args.task_tokens):
             task = task + (inputs == token) * float(number + 1)
         mask = create_attention_mask(start[..., None], cache[0])
-        at, mean, task, positions = self.layers[0](start, count, task, mask, cache[0])
+        seen = mx.zeros((*inputs.shape, 2))
+        if args.sees:
+            seen = self.embed_tokens(inputs)
+        at, mean, task, bright, positions = self.layers[0](start, count, task, seen, mask, cache[0])
         turn = mean * (positions + 1)
         if args.hybrid:
             turn = self.layers[1](count, cache[1])
+        turn = turn + bright
         tasks, turns, length = args.shape
         index = [
             mx.clip(mx.round(x), 0, most - 1).astype(mx.int32)
