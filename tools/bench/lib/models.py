@@ -108,12 +108,12 @@ def random_weights(
             _, config = quantize_model(model, config, 32, 4, "mxfp4", quant_predicate=experts)
         elif bits:
             _, config = quantize_model(model, config, 64, int(bits))
-    fill(model, dtype)
+    fill_all(model, dtype)
     return model, config
 
 
-def fill(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Give a model random weights, see `random_weights`."""
+def fill_all(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a model random weights, quantised ones too, see `random_weights`."""
     model.eval()  # mlx-lm's recurrent layers have no kernels in training
     mx.random.seed(0)
     quantised = {path: m for path, m in model.named_modules() if "scales" in m}
@@ -135,7 +135,7 @@ def with_random_head(model: LoadedModel, bits: str | int | None = None) -> Loade
         raise MetalLiteError(f"{model.name}: no trained heads are known for its family")
     if bits:
         nn.quantize(head, 64, int(bits))
-    fill(head, model.dtype)
+    fill_all(head, model.dtype)
     return attach(model, from_model(head, None, model.config, f"the head of {model.name}"))
 
 
