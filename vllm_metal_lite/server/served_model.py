@@ -10,6 +10,7 @@ from vllm_metal_lite.errors import NOT_FINITE, BusyError, ModelLoadError
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.worker.client import EngineClient
 
 
@@ -32,15 +33,19 @@ class ModelSpec:
 class LoadedEngine:
     """A model's engine.
 
-    size: the bytes that it may use.  users: the number of requests that hold it.
-    leaves: another model needs its memory.
+    size: the bytes that it may use.  stays_until: when another model may take them.
+    idle_seconds: after so long without requests it leaves; idle: the timer for that.
+    users: the number of requests that hold it.  leaves: the number of unloads that wait for them.
     """
 
     client: EngineClient
     size: int
     last_used: float
+    stays_until: float
+    idle_seconds: float
+    idle: asyncio.TimerHandle | None = None
     users: int = 0
-    leaves: bool = False
+    leaves: int = 0
 
     @property
     def alive(self) -> bool:
@@ -63,9 +68,11 @@ class Model:
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
+        self.leaving: asyncio.Task[None] | None = None  # its unload after an idle time
         self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # its length in tokens, as the model's files say
+        self.facts: ModelFacts | None = None  # of its latest engine
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model
@@ -93,6 +100,11 @@ class Model:
     @property
     def is_loading(self) -> bool:
         return self.loading is not None and not self.loading.done()
+
+    @property
+    def progress(self) -> str:
+        """What a request for it waits for, in one line."""
+        return f"the model {self.spec.name} is {self.state}"
 
     @property
     def state(self) -> str:
