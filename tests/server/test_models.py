@@ -73,7 +73,9 @@ class World:
         self.now += 0.001
         return self.now
 
-    async def start(self, source: str, configure, check: EngineConfig | None) -> FakeEngine:
+    async def start(
+        self, source: str, configure, check: EngineConfig | None, on_progress
+    ) -> FakeEngine:
         size = 0.0
         try:
             await asyncio.sleep(0)

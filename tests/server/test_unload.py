@@ -23,6 +23,16 @@ SPECS = [
 ]
 SERVING = {"specs": SPECS, "config": EAGER}
 
+STAGES = [
+    "starting a process",
+    "finding the model's files",
+    "waiting for memory",
+    "reading the model's files",
+    "reading the weights",
+    "comparing the model with mlx-lm's",
+    "building the engine",
+]
+
 
 @pytest.fixture(scope="module")
 def http(running):
@@ -49,6 +59,14 @@ def test_load_and_unload(http):
     listed = http.get("/v1/models").json()["data"]
     assert [model["state"] for model in listed] == ["unloaded", "unloaded", "loaded"]
     loaded = post(http, "load", model="demo").json()
+    status = http.get("/status").json()["models"][0]
+    assert [*status["start_seconds"]][:4] == STAGES[:4]
+    assert {*status["start_seconds"]} <= {*STAGES}
+    assert all(seconds >= 0 for seconds in status["start_seconds"].values())
+    assert status["first_token_seconds"] is None
+    body = {"model": "demo", "prompt": "hi", "max_tokens": 2}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert http.get("/status").json()["models"][0]["first_token_seconds"] > 0
     assert loaded == http.get("/v1/models/demo").json()
     assert loaded["state"] == "loaded"
     assert is_alive(pids(http)[0])
@@ -98,7 +116,7 @@ def test_a_stream_reports_the_progress_of_its_model_and_then_its_answer(http):
     with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
         assert stream.status_code == 200
         lines = [line for line in stream.iter_lines() if line]
-    assert lines[0] == ": the model demo is loading"
+    assert lines[0].startswith(": the model demo is loading: ")
     *events, last = [line for line in lines if not line.startswith(":")]
     assert last == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in events]

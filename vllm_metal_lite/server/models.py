@@ -232,11 +232,14 @@ class Models:
 
     async def _start_engine(self, model: Model) -> None:
         began, model.made_room = 0.0, False
+        model.forget_stages()
+        model.begin("starting a process")
 
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal began
             size = self._size(weight_bytes)
             model.waits_for_memory = True
+            model.begin("waiting for memory")
             async with self._taking_memory:
                 await self._make_room(model, size)
                 model.reserved = size
@@ -247,7 +250,8 @@ class Models:
         # A model that cannot be loaded must not take the room of one that works.
         check = self.config if len(self.by_name) > 1 else None
         try:
-            client = await self._start(model.spec.source, configure, check)
+            client = await self._start(model.spec.source, configure, check, model.begin)
+            model.begin("")
             now, size = self._clock(), model.reserved
             stays_until = now + min(now - began, self.longest_stay)
             model.engine = LoadedEngine(client, size, now, stays_until, self._idle_seconds)

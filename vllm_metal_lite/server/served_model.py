@@ -1,8 +1,11 @@
 """A model of the server: its spec, its engine, and whether it is loaded, loading or failed."""
 
 import asyncio
+import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -73,6 +76,7 @@ class Model:
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # its length in tokens, as the model's files say
         self.facts: ModelFacts | None = None  # of its latest engine
+        self._stages: dict[str, float] = {}  # of its latest load: when each began; "": its end
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model
@@ -101,10 +105,24 @@ class Model:
     def is_loading(self) -> bool:
         return self.loading is not None and not self.loading.done()
 
+    def begin(self, stage: str) -> None:
+        """Note a stage of its load, by the line that reports it.  "": the load has ended."""
+        self._stages.setdefault(re.split("[:,]", stage)[0], time.monotonic())
+
+    def forget_stages(self) -> None:
+        self._stages.clear()
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """How long each stage of its latest load took, in order."""
+        pairs = pairwise(self._stages.items())
+        return {stage: round(end - began, 3) for (stage, began), (_, end) in pairs}
+
     @property
     def progress(self) -> str:
         """What a request for it waits for, in one line."""
-        return f"the model {self.spec.name} is {self.state}"
+        stage = next(reversed(self._stages), "")
+        return f"the model {self.spec.name} is {self.state}: {stage}"
 
     @property
     def state(self) -> str:

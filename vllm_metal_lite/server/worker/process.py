@@ -56,6 +56,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
     package.setLevel(logging.INFO)
     with never_waiting(), suppress(EOFError, OSError):  # the server is gone
         try:
+            logger.info("finding the model's files", extra={"transient": True})
             path = find(name)
             if check is not None:
                 preview(path, name, check.dtype, check.trust_remote_code)
