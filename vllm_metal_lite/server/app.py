@@ -49,9 +49,11 @@ def make_app(server: Server) -> ASGIApp:
         Route(path, endpoint(server, body, handler), methods=["POST"])
         for path, body, handler in _POSTS
     ]
+    bodies = {path: body for path, body, _ in _POSTS}
+    bodies |= dict.fromkeys(model_list.POSTS, Body)
     for module in model_list, live, status:
         routes += module.routes(server)
-    routes.append(openapi.route(routes, {path: body for path, body, _ in _POSTS}))
+    routes.append(openapi.route(routes, bodies))
     app = Starlette(
         routes=[*routes, *page.ROUTES],
         middleware=guards(server.config),

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.fields import IdleSeconds
 from vllm_metal_lite.server.request_limits import check_fields, check_json
 
 # The known fields of objects within bodies that no type of pydantic describes, by place.
@@ -29,6 +30,7 @@ class Body(BaseModel):
 
     model: str | None = None
     user: Any = None  # a part of the client's identity, see `server.endpoint`
+    keep_alive: IdleSeconds = None  # see `Models.use`
 
     _check_fields = model_validator(mode="before")(check_fields)
     _whole = field_validator("*", mode="before")(whole)
