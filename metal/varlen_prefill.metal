@@ -7,6 +7,7 @@
 //   cu_seqlens_q  (S + 1,) int32                segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32                    the number of keys of segment s, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (row, head) pair; see plan_tiles
+//   spans         (N, 2) int32                  if SPANS: first key and end of the keys of a row's span
 //   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   ticket        float32 -> next_ticket (8,)    read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
@@ -14,6 +15,9 @@
 //
 // Row i of a segment with q_len rows sits at position seq_len - q_len + i and sees the keys up to
 // there, the last WINDOW of them if WINDOW > 0.  K_DIM and V_DIM are multiples of 8.
+//
+// With SPANS a row also sees all keys of its span, which holds its position: rows of one picture see
+// each other (Gemma 3 and 4).  The span of a row of text is its own key.
 //
 // Layout.  The query rows of one KV head in one segment are its q_len * GROUP pairs (row, head),
 // row by row.  A tile is the next ROWS pairs, so a short segment fills it with heads (GQA), and
@@ -49,6 +53,9 @@
 //     that 2^(MASKED - m) is 0: for a row too that has seen nothing yet.  Both are finite.
 //   - Where a tile of keys begins depends on nothing but KEYS, and one that a row does not see
 //     changes none of its sums.  So a prompt in chunks gives the same bits as a whole one.
+//   - Spans do not overlap.  So later rows see later first keys and later ends, and the first and the
+//     last row of a tile know its `begin` and `end`.
+//   - No row sees beyond seq_len, whatever its span: a tile of padding may repeat a real row.
 //   - A pair past the segment's end repeats the last one and is not stored.
 //   - A tile of padding is one of a segment with no keys over all the rows: no loop, l = 0, zeros.
 //   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
@@ -94,12 +101,22 @@ const int sg_first = first + simdgroup_index / PARTNERS * 8;
 const int pair = metal::min(sg_first + row, pairs - 1);
 const int head = kv_head * GROUP + pair % GROUP;
 const int position = seq_len - q_len + pair / GROUP;
-const int from = WINDOW > 0 ? position - WINDOW + 1 : 0;  // the first key that it sees
+int from = WINDOW > 0 ? position - WINDOW + 1 : 0;  // the first key that it sees
+int to = position + 1;                              // the key after the last one
 const size_t q_row = size_t(begin_row + pair / GROUP) * (KV_HEADS * GROUP) + head;
 
 const int first_position = seq_len - q_len + first / GROUP;
-const int begin = WINDOW > 0 ? metal::max(first_position - WINDOW + 1, 0) : 0;
-const int end = seq_len - q_len + (metal::min(first + ROWS, pairs) - 1) / GROUP + 1;
+const int last_in_tile = (metal::min(first + ROWS, pairs) - 1) / GROUP;  // a row of the segment
+int begin = WINDOW > 0 ? metal::max(first_position - WINDOW + 1, 0) : 0;
+int end = seq_len - q_len + last_in_tile + 1;
+if (SPANS) {
+  const int own = (begin_row + pair / GROUP) * 2;
+  const int first_in_tile = metal::min(first, pairs - 1) / GROUP;
+  from = metal::min(from, int(spans[own]));
+  to = metal::min(int(spans[own + 1]), seq_len);
+  begin = metal::min(begin, int(spans[(begin_row + first_in_tile) * 2]));
+  end = metal::min(int(spans[(begin_row + last_in_tile) * 2 + 1]), seq_len);
+}
 
 // Scores are wanted in base 2; under a softcap the factor comes after the tanh.
 const float softcap = as_type<float>(SOFTCAP);
@@ -138,7 +155,7 @@ for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
   // A simdgroup without pairs has nothing to do: a segment may be short.
   attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0, PARTNERS>(
       query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, sg_first < pairs,
-      simdgroup_index, scores, base, from, position + 1, s_scale, softcap * LOG2_E, row, col, m, l, o);
+      simdgroup_index, scores, base, from, to, s_scale, softcap * LOG2_E, row, col, m, l, o);
 }
 
 l = row_sum(l);

@@ -61,6 +61,7 @@ MOST = {
     "not sharing": (replace(QWEN3, shares_prefix=False), {"paged_decode": 4}),
     "KV in 8 bits": (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), {"paged_decode": 7}),
     "gemma3": (replace(GEMMA3, weights=FOUR), {"paged_decode": 11, "skinny_gemm": 4}),
+    "pictures": (replace(GEMMA3, spans="all"), {"paged_decode": 11, "varlen_prefill": 4}),
     "recurrent": (QWEN35, {}),
 }
 

@@ -14,6 +14,7 @@ from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.pictures import sees_spans
 from vllm_metal_lite.checks.case import CONTEXTS, Case, TimedStore, case_of, heads_only, rows_only
 from vllm_metal_lite.checks.check import AttentionCheck, Check, Loads, Pair
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
@@ -61,7 +62,8 @@ def _checks(shape: AttentionShape, use: KernelUse) -> list[Check]:
         checks.append(Check("shared_prefix", shape, size))
         checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
     if attention_problem(shape, prefill=True) is None:
-        checks.append(Check("varlen_prefill", shape, size))
+        spans = use.spans != "" and sees_spans(use.spans == "sliding", shape.window)
+        checks.append(Check("varlen_prefill", shape, size, spans=spans))
     checks.append(Check("gather_rows", heads_only(shape)))
     return checks
 
@@ -169,7 +171,7 @@ def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.nd
 
 
 def prefill(check: AttentionCheck) -> float:
-    """Whole prompts and chunks, with one row of padding."""
+    """Whole prompts and chunks, with one row of padding; the same with spans, if rows see them."""
     case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
     tiles = plan_tiles(batch.cu_seqlens_q, len(q), shape.num_heads // shape.num_kv_heads)
@@ -177,8 +179,13 @@ def prefill(check: AttentionCheck) -> float:
     metadata = VarlenMetadata(*map(mx.array, arrays))
     if shape.latent:
         return _latents(case, batch, metadata, splits=1)
-    out, _ = varlen_prefill(case.array(q), metadata, case.store(), case.scores())
-    return _compare(case, batch, case.q, out)
+
+    def error(batch: ForwardBatch) -> float:
+        seen = None if batch.spans is None else mx.array(padded(batch.spans))
+        out, _ = varlen_prefill(case.array(q), metadata, case.store(), case.scores(), seen)
+        return _compare(case, batch, case.q, out)
+
+    return max(error(batch), error(case.seeing)) if check.spans else error(batch)
 
 
 def _latents(case: Case, batch: ForwardBatch, metadata: VarlenMetadata, splits: int) -> float:

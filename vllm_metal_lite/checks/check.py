@@ -69,7 +69,8 @@ class Check(Generic[S]):
 
     block_size: 0 if blocks do not matter.  rope: the rotation of new rows; a check of
     `merge_partitions` or `shared_prefix` with a rotation runs the fused decode.  beside: the
-    kernels that this check runs in addition to those that the kernel always needs.
+    kernels that this check runs in addition to those that the kernel always needs.  spans: whether
+    rows of one picture see each other, too.
     """
 
     kernel: str
@@ -77,12 +78,14 @@ class Check(Generic[S]):
     block_size: int = 0
     rope: RopeShape | None = None
     beside: tuple[str, ...] = ()
+    spans: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.shape)]
         parts += [f"blocks of {self.block_size}"] if self.block_size else []
         parts += [str(self.rope)] if self.rope else []
         parts += ["behind a shared prefix"] if "shared_prefix" in self.beside else []
+        parts += ["with spans"] if self.spans else []
         return f"{self.kernel} ({', '.join(parts)})"
 
     @property

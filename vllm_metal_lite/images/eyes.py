@@ -183,6 +183,7 @@ def attach(model: LoadedModel) -> NoEyes:
         reason = f"{name} takes no pictures here: {one_line(e)}"
         logger.warning(reason)
         return NoEyes(reason)
+    model.packed.spans = family.sees_whole_picture
     if family.rotates_by_grid:
         sections = rotary_sections(model.config)
         model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)

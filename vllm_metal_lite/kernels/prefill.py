@@ -5,7 +5,7 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import Scores
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Template, check_array
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
@@ -30,18 +30,24 @@ class VarlenMetadata(NamedTuple):
     tiles: mx.array
 
 
-_INPUTS = ("q", *VarlenMetadata._fields, "sinks", *STORE)
+_INPUTS = ("q", *VarlenMetadata._fields, "spans", "sinks", *STORE)
 _VARLEN_PREFILL = Kernel("varlen_prefill", _INPUTS, ["out", "next_ticket"])
 
 
 def varlen_prefill(
-    q: mx.array, metadata: VarlenMetadata, store: LayerStore, scores: Scores
+    q: mx.array,
+    metadata: VarlenMetadata,
+    store: LayerStore,
+    scores: Scores,
+    spans: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
+    spans: PictureRows.spans, of at least MIN_ELEMENTS rows; None: rows see only keys before them.
     Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
     """
     rows, heads, _ = q.shape
+    check_array("spans", spans, (max(rows, MIN_ELEMENTS), 2), mx.int32)
     spec = store.spec
     kv_heads, k_dim, v_dim = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim
     partners = partners_of(k_dim, v_dim, q.dtype)
@@ -49,8 +55,8 @@ def varlen_prefill(
     template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
     template |= store.template | {"BLOCK_SIZE": store.block_size, **scores.template}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
-    template["PARTNERS"] = partners
-    inputs = [q, *metadata, scores.sinks_as(q.dtype), *store.arrays]
+    template |= {"PARTNERS": partners, "SPANS": spans is not None}
+    inputs = [q, *metadata, spans, scores.sinks_as(q.dtype), *store.arrays]
     grid, threads = (kv_heads, len(metadata.tiles), 1), 32 * simdgroups
     outputs = [((rows, heads, v_dim), q.dtype), TICKET]
     out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, outputs)

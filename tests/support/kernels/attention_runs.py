@@ -120,7 +120,7 @@ def merge_partitions(dtype):
     return [merging.merge_partitions(*parts, dtype)]
 
 
-def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM)):
+def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM), scores=SCORES, spans=None):
     """Prompts of 1 and 22 rows, a chunk of 5 rows after 40 keys, and two rows of padding."""
     tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
     cu_seqlens_q, spec = (
@@ -130,7 +130,16 @@ def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM)):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = seeded(30, HEADS, dims[0], seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
-    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), SCORES)[0]]
+    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), scores, spans)[0]]
+
+
+def varlen_prefill_of_pictures(dtype):
+    """Pictures of 20 and of 4 rows, wider than a window of 3."""
+    position = np.concatenate([[0], np.arange(22), np.arange(40, 45), [0, 0]])
+    spans = np.stack([position, position + 1], axis=1).astype(np.int32)
+    spans[2:22], spans[23:27] = (1, 21), (40, 44)
+    scores = SCORES._replace(window=3)
+    return varlen_prefill_rows(dtype, scores=scores, spans=mx.array(spans))
 
 
 def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
@@ -281,6 +290,7 @@ ATTENTION = {
             # A tile of keys has more parts than its threads load at once.
             "wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
             "quantised": partial(varlen_prefill_rows, bits=4),
+            "spans": varlen_prefill_of_pictures,
         },
         faults=("does not compile", "is slow"),
         store="reads",

@@ -21,7 +21,6 @@ from vllm_metal_lite.attention.paged.step import (
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.step_arrays import (
-    has_spans,
     make_step,
     pad_rows,
     prompts_of,
@@ -117,8 +116,6 @@ class KernelAttention:
         host.  Sizes of several prompts rarely repeat.  Decodes with drafts count as prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
-        if has_spans(prompts):
-            return SdpaPlan(prompts, num_rows)  # kernels read only what comes before a row
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
         small = delays and num_rows <= device.small_rows
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))
@@ -127,7 +124,7 @@ class KernelAttention:
             repeats = small or batch.num_segments == 1
             queries_per_kv = {s.num_heads // s.num_kv_heads for s in self._shapes}
             return plan_varlen(prompts, num_rows, queries_per_kv, repeats)
-        if self._takes_one_call(batch):
+        if self._takes_one_call(batch) and batch.spans is None:
             slots = (batch.slot_mapping(group) for group in range(len(batch.block_tables)))
             return WholePrompt(tuple(upload_padded(s, num_rows, int(s[0])) for s in slots))
         return SdpaPlan(prompts, num_rows)
@@ -156,12 +153,15 @@ def plan_varlen(
     longest = max(int(batch.seq_lens.max()), profile().min_keys)
     width = power_of_two(-(-longest // batch.block_size))
     cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+    spans, size = batch.spans, max(num_rows, MIN_ELEMENTS)
     return VarlenPrompts(
         tuple(upload_tables(t, segments, width) for t in batch.block_tables),
         mx.array(cu_seqlens_q),
         upload_padded(batch.seq_lens, segments),
         {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},
         repeats,
+        None if spans is None else upload_padded(spans, size),
+        batch.pictures is not None and batch.pictures.only_windowed,
     )
 
 

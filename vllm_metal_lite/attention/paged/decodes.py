@@ -5,12 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.step_arrays import (
-    as_decodes,
-    has_spans,
-    upload_padded,
-    upload_tables,
-)
+from vllm_metal_lite.attention.step_arrays import as_decodes, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -81,7 +76,7 @@ class DecodePlanner:
         no launches for its prompts, and parallel splits read the context.
         """
         device, has_prompts = profile(), batch.num_decodes < batch.num_segments
-        may_split = self._prompts_as_decodes and not has_spans(batch)
+        may_split = self._prompts_as_decodes and batch.spans is None
         if has_prompts and may_split and num_rows <= device.rows_as_decodes:
             rows = as_decodes(batch)
             prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
