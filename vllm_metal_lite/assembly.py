@@ -41,7 +41,7 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     """Size the store, and build the parts around it.  Raises OutOfMemoryError and ConfigError."""
     eyes = _eyes(model)
     held = replace(model, weight_bytes=model.weight_bytes + eyes.num_bytes)
-    groups, max_model_len, num_state_slots = size_store(held, config)
+    groups, max_model_len, num_state_slots = size_store(held, config, picture_peak=eyes.peak_bytes)
     backend.set_memory_limits()
     states = model.packed.state_store(num_state_slots)
     store = PagedStore(model.kv_specs, groups, config.block_size, states=states)
