@@ -153,8 +153,9 @@ def test_where_rows_are_decodes_and_where_contexts_are_read_once(monkeypatch):
     assert not prepared([(300, 4)], padding=LIMIT - 3).repeats, "too many rows"
     assert prepared([(100, 4)]).decodes, "too short to be split"
     assert not prepared([(5, 1), (300, 4)]).prompts, "decodes of one launch"
-    for kernel in ("split_prefill", "varlen_prefill", "merge_partitions"):
-        assert not prepared([(300, 4)], failed_kernels=[kernel]).prompts
+    for kernel in ("split_prefill", "varlen_prefill", "merge_partitions", "shared_prefix"):
+        kept = prepared([(300, 4)], failed_kernels=[kernel])
+        assert bool(kept.decodes) == (kernel != "shared_prefix")
     change_device(monkeypatch, max_own_keys=0)
     both = prepared([(5, 1), (300, 4)])
     assert (both.num_decodes, set(both.prompts.splits.values())) == (1, {2})

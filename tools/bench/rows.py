@@ -1,7 +1,7 @@
 """Time attention of requests with drafts, whose few rows each lie behind a long context.
 
-    python -m tools.bench.rows                           1, 2, 4 and 8 rows, K and V in 16 and 8 bits
-    python -m tools.bench.rows --rows 4 --heads 16/8     4 rows, other query and KV heads of 128
+    python -m tools.bench.rows                         1, 2, 4 and 8 rows, K and V in 16 and 8 bits
+    python -m tools.bench.rows --rows 4 --heads 16/8   1 and 4 rows, other query and KV heads of 128
 
 Prints a table for each format of K and V: microseconds of a call, and how many times those of one
 row, a column per load (requests x context).  The paths: in splits (`split_prefill`), with numbers

@@ -177,10 +177,12 @@ def prefill(check: AttentionCheck) -> float:
     metadata = VarlenMetadata(*map(mx.array, arrays))
     if shape.latent:
         return _latents(case, batch, metadata, splits=1)
-    arrays = case.array(q), metadata, case.store(), case.scores()
+    rows, scores = case.array(q), case.scores()
     if check.kernel != "split_prefill":
-        return _compare(case, batch, case.q, varlen_prefill(*arrays)[0])
-    partial, lse = map(np.array, attend_tiles(*arrays, len(tiles), SPLIT.splits))
+        out, _ = varlen_prefill(rows, metadata, case.store(), scores)
+        return _compare(case, batch, case.q, out)
+    in_splits = attend_tiles(rows, metadata, case.store(), scores, len(tiles), SPLIT.splits)
+    partial, lse = map(np.array, in_splits)
     weights = np.exp2(lse - lse.max(2, keepdims=True))[..., None]
     merged = (weights * partial).sum(2) / weights.sum(2)
     return _compare(case, batch, case.q, mx.array(merged))

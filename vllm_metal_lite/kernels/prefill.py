@@ -5,7 +5,7 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import Scores
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import Kernel, Output, Template
 from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
 from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
@@ -80,11 +80,11 @@ def attend_tiles(
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
     template["PARTNERS"] = partners
     inputs = [queries, weight, *angles, *metadata, scores.sinks_as(dtype), *store.arrays]
-    out_shape, lse = (rows, heads, v_dim), TICKET
+    sums = (rows, heads, splits) if partial else (rows, heads)
+    lse: Output = TICKET
     if partial:
-        out_shape = rows, heads, splits, v_dim
-        lse = (out_shape[:-1], mx.float32) if prefix else lse_output(*out_shape[:-1])
-    grid, outputs = (kv_heads, num_tiles, splits), [(out_shape, out_dtype), lse]
+        lse = (sums, mx.float32) if prefix else lse_output(*sums)
+    grid, outputs = (kv_heads, num_tiles, splits), [((*sums, v_dim), out_dtype), lse]
     out, ticket = _VARLEN_PREFILL(inputs, template, grid, 32 * simdgroups, outputs)
     return out, ticket
 

@@ -10,6 +10,7 @@ from vllm_metal_lite.kernels.prefill import TILE_ROWS, VarlenMetadata, attend_ti
 from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
 from vllm_metal_lite.kernels.store import LayerStore
 
+
 class SharedPrefixResult(NamedTuple):
     """Attention to a shared prefix, from which `paged_decode` continues.
 

@@ -288,9 +288,9 @@ ATTENTION = {
     ),
     "split_prefill": KernelTest(
         # A split begins where the one before it begins.
-        ("all_from + split * per_split", "all_from + max(split - 1, 0) * per_split"),
+        ("all_from + split * per_split", "all_from + metal::max(split - 1, 0) * per_split"),
         faults=("is wrong", "is slow"),
-        serving=ServingCase(wrong="SPLIT"),
+        serving=ServingCase(wrong="SPLIT", few_rows=256),
     ),
     "rope_write": KernelTest(
         # A fast sine, which does not reduce large angles.

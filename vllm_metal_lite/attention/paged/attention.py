@@ -68,12 +68,13 @@ class KernelAttention:
         self.shares = [can_share and not latents and sees_prefixes(spec) for spec in store.specs]
         works = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
         self._varlen = works and not any(attention_problem(s, prefill=True) for s in shapes)
-        splitting = {"merge_partitions", *(() if latents else ("split_prefill",))}
-        self._splits = self._varlen and splitting.isdisjoint(self._unused)
+        merges = "merge_partitions" not in self._unused
+        splits = merges and (latents or "split_prefill" not in self._unused)
+        self._reads_once = splits and self._varlen
         self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
         if self._unused.isdisjoint(("paged_decode", "latent_attention")):
-            self._plan_decodes = DecodePlanner(store, self.shares, self._unused, self._splits)
+            self._plan_decodes = DecodePlanner(store, self.shares, merges, self._reads_once)
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same attention over another store of the same layers."""
@@ -123,7 +124,7 @@ class KernelAttention:
         if has_spans(prompts):
             return SdpaPlan(prompts, num_rows)  # kernels read only what comes before a row
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
-        few = self._splits and first + num_rows <= device.rows_as_decodes
+        few = self._reads_once and first + num_rows <= device.rows_as_decodes
         small = few or (delays and num_rows <= device.small_rows)
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))
         cheap = few or (small and self._varlen and scores <= device.small_scores)

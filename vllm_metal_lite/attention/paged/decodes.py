@@ -1,6 +1,6 @@
 """The rows of a step that are attended to as decodes, and the prefix that these rows share."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,21 +63,15 @@ class Decodes(NamedTuple):
 class DecodePlanner:
     """Plans the decodes of each step.
 
-    shares: for each layer, whether it reads a shared prefix once.  unused: the kernels that steps
-    must not launch.  reads_once: whether a segment of few rows can read its keys once, in splits.
+    shares: for each layer, whether it reads a shared prefix once.  splits: whether contexts may be
+    split.  reads_once: whether a segment of few rows can read its keys once, in splits.
     """
 
     def __init__(
-        self,
-        store: PagedStore,
-        shares: Sequence[bool],
-        unused: Collection[str],
-        reads_once: bool = False,
+        self, store: PagedStore, shares: Sequence[bool], splits: bool, reads_once: bool
     ) -> None:
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
-        self._splits = "merge_partitions" not in unused
-        self._prompts_as_decodes = "shared_prefix" not in unused
-        self._reads_once = reads_once
+        self._splits, self._reads_once = splits, reads_once
         groups = {g for g, shared in zip(store.group_of, shares, strict=True) if shared}
         self._shared_prefix = PrefixSearch(sorted(groups))
 
@@ -89,8 +83,7 @@ class DecodePlanner:
         chunks, or of requests with drafts, then long contexts are read once for each segment.
         """
         device, has_prompts = profile(), batch.num_decodes < batch.num_segments
-        may_split = self._prompts_as_decodes and not has_spans(batch)
-        if has_prompts and may_split and num_rows <= device.rows_as_decodes:
+        if has_prompts and not has_spans(batch) and num_rows <= device.rows_as_decodes:
             rows = as_decodes(batch)
             prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
             own_keys = rows.seq_lens - (prefix.lens if prefix else 0)

@@ -217,8 +217,8 @@ class KernelStepAttention:
         metadata = prompts.metadata(group, num_heads // kv_heads)
         splits = prompts.splits[num_heads, kv_heads]
         if call.q_pe is not None:
-            q_pe, how = call.q_pe[-len(q) :], {"scale": call.scores.scale, "splits": splits}
-            out, self.ticket = latent_attention(q, q_pe, metadata, store, **how)
+            rows, scale = (q, call.q_pe[-len(q) :], metadata, store), call.scores.scale
+            out, self.ticket = latent_attention(*rows, scale=scale, splits=splits)
         else:
             out, self.ticket = varlen_prefill(q, metadata, store, call.scores, splits=splits)
         return out
