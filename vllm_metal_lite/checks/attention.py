@@ -61,7 +61,8 @@ def _checks(shape: AttentionShape, use: KernelUse) -> list[Check]:
         checks += [Check("varlen_prefill", shape, size), Check("split_prefill", shape, size)]
     if use.shares_prefix and sees_prefixes(shape):
         checks.append(Check("shared_prefix", shape, size))
-        checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
+        beside = "varlen_prefill", "shared_prefix"
+        checks.append(Check("merge_partitions", shape, size, beside=beside))
     checks.append(Check("gather_rows", heads_only(shape)))
     return checks
 

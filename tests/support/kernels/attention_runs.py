@@ -288,7 +288,7 @@ ATTENTION = {
     ),
     "split_prefill": KernelTest(
         # A split begins where the one before it begins.
-        ("all_from + split * per_split", "all_from + metal::max(split - 1, 0) * per_split"),
+        ("+ split * per_split", "+ (PREFIX ? split : metal::max(split - 1, 0)) * per_split"),
         faults=("is wrong", "is slow"),
         serving=ServingCase(wrong="SPLIT", few_rows=256),
     ),
