@@ -27,15 +27,17 @@ pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 
 class Case(AttentionCase):
-    def run(self) -> np.ndarray:
+    def run(self, splits: int = 1) -> np.ndarray:
         tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = self.queries(), prefill.VarlenMetadata(*map(mx.array, metadata))
         store, spans = self.layer(mx.full(8, 41.0)), None
         if self.spans is not None:
             spans = upload_padded(self.spans, max(len(self.q), MIN_ELEMENTS))
-        out, ticket = prefill.varlen_prefill(*arrays, store, self.scores(), spans)
-        assert ticket.tolist() == [41.0] * 8
+        how = {"splits": splits, "spans": spans}
+        out, ticket = prefill.varlen_prefill(*arrays, store, self.scores(), **how)
+        assert splits > 1 or ticket.tolist() == [41.0] * 8
+        assert ticket.size >= 8
         return self.floats(out)
 
 
@@ -110,6 +112,48 @@ def test_window_softcap_and_sinks_together(dtype, bits):
     Case(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72).check()
 
 
+# Requests with drafts, and one without, in one step.
+DRAFTED = [(4, 300), (1, 77), (8, 130), (17, 17)]
+
+
+@pytest.mark.parametrize("splits", [2, 8, 64])
+@pytest.mark.parametrize(
+    "how",
+    [{"heads": (8, 2)}, {"window": 40}, {"softcap": 2.0, "sinks": True}, {"bits": 8},
+     {"bits": 4, "window": 7, "sinks": True}],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_drafts_in_splits(how, splits):
+    Case(DRAFTED, **how).check(splits=splits)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "bits"), [(64, 64, None), (72, 80, 4), (128, 128, 8), (256, 256, None)]
+)
+def test_splits_of_head_dims(dim, v_dim, bits, dtype):
+    Case(DRAFTED[:2], dim=dim, v_dim=v_dim, dtype=dtype, bits=bits, sinks=True).check(splits=4)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)], ids=str)
+def test_splits_of_any_number_of_query_heads_a_kv_head(heads):
+    """With one head, the sums of one row are fewer than the elements of a ticket."""
+    Case([(1, 40)], heads=heads, padding=0).check(splits=2)
+    Case(DRAFTED[:3], heads=heads).check(splits=4)
+
+
+@given(
+    st.lists(segments_of(20, 200), min_size=1, max_size=4),
+    st.sampled_from([{}, {"window": 7}, {"softcap": 2.0, "sinks": True}, {"bits": 8}]),
+    st.sampled_from([2, 4, 32]),
+    st.integers(0, 40),
+    st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_random_segments_in_splits(segments, how, splits, padding, seed):
+    Case(segments, padding=padding, seed=seed, **how).check(splits=splits)
+
+
 def test_a_sink_of_minus_infinity_is_no_sink():
     case = Case(RAGGED, sinks=True, window=7)
     case.sinks[:] = -np.inf
@@ -159,6 +203,12 @@ def test_rows_of_a_picture_see_each_other(heads, dim, window, bits):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_pictures_with_softcap_and_sinks_in_each_type(dtype):
     Case(SEEING, spans=SPANS, dtype=dtype, window=7, softcap=2.0, sinks=True, dim=72).check()
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("splits", [2, 5])
+def test_pictures_in_splits(splits, window):
+    Case(SEEING, spans=SPANS, window=window).check(splits=splits)
 
 
 @pytest.mark.parametrize("dim", [256, 160])
@@ -224,7 +274,8 @@ def test_scores_far_apart_do_not_overflow():
 
 
 def test_padded_segments_and_a_batch_of_nothing_but_padding():
-    Case([(5, 18), (13, 13)], padding=30).check_padding()
+    for splits in (1, 4):
+        Case([(5, 18), (13, 13)], padding=30).check_padding(splits=splits)
 
 
 def test_a_head_size_that_matrices_cannot_cover_is_named():

@@ -105,6 +105,7 @@ class Loads(NamedTuple):
     """The work that is timed: so much that the device's time counts, not the host's.
 
     decodes, context: requests, and the tokens of each.  long: the tokens of a context in splits.
+    drafted: the rows of a request with drafts.
     prefix: the tokens that decodes share.  prompts: (requests, context, rows of each); the default
     is four whole prompts, and a chunk.  rows: the rows of launches without attention.
     """
@@ -112,6 +113,7 @@ class Loads(NamedTuple):
     decodes: int = 16
     context: int = 512
     long: int = 4096
+    drafted: int = 4
     prefix: int = 2048
     prompts: tuple[tuple[int, int, int], ...] = ((4, 512, 512), (1, 4096, 1024))
     rows: int = 512
