@@ -45,7 +45,7 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     logger.info("building the engine", extra={"transient": True})
     eyes = _eyes(model, config)
     held = replace(model, weight_bytes=model.weight_bytes + eyes.num_bytes)
-    groups, max_model_len, num_state_slots = size_store(held, config)
+    groups, max_model_len, num_state_slots = size_store(held, config, picture_peak=eyes.peak_bytes)
     backend.set_memory_limits()
     states = model.packed.state_store(num_state_slots)
     store = PagedStore(model.kv_specs, groups, config.block_size, states=states)

@@ -11,7 +11,9 @@ from typing import Any
 
 import mlx.nn as nn
 
+from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 
 Activation = Callable[[mx.array], mx.array]
 # The cosines and sines of a picture, the same for all layers.
@@ -109,11 +111,9 @@ class Layer(nn.Module):
             v, scale = mx.fast.rms_norm(v, None, config.eps), 1.0
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        # Zeros change no score and no value, and MLX keeps no scores in memory for these widths.
-        width = next((w for w in FUSED_WIDTHS if w >= config.head_dim), config.head_dim)
-        pad = [(0, 0), (0, 0), (0, width - config.head_dim)]
+        pad = [(0, 0), (0, 0), (0, padded_width(config.head_dim) - config.head_dim)]
         q, k, v = (mx.pad(a, pad).swapaxes(0, 1)[None] for a in (q, k, v))
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+        out = attention(q, k, v, scale)
         return self.o(out[0].swapaxes(0, 1)[..., : config.head_dim].reshape(len(x), -1))
 
 
@@ -136,6 +136,26 @@ class Encoder(nn.Module):
             if i in noted:
                 results.append(x)
         return x, results
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    """SDPA of (1, heads, P, width), some rows at a time where MLX keeps all scores in memory."""
+    heads, num_patches, width = q.shape[1:]
+    tile, outputs = num_patches, list[mx.array]()
+    if unfused(heads, width, None) is not None:
+        tile = min(max(profile().max_scores // (heads * num_patches), 1), num_patches)
+    for start in range(0, num_patches, tile):
+        rows = q[:, :, start : start + tile]
+        if outputs:  # MLX would else begin all tiles, and keep the scores of all
+            (rows,) = mx.depends([rows], outputs[-1:])
+        outputs.append(mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def padded_width(head_dim: int) -> int:
+    """The width of heads in SDPA.  Zeros change no score and no value, and MLX keeps no scores in
+    memory for these widths."""
+    return next((w for w in FUSED_WIDTHS if w >= head_dim), head_dim)
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

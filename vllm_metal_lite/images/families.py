@@ -65,6 +65,7 @@ class Family:
     sees_whole_picture: whether rows of a picture see later rows of it: in "all" layers, in those
     with a "sliding" window, or in none ("").
     embed_scale: what the model multiplies embeddings by; its features are divided by it.
+    channels_last: whether the three values of a pixel follow each other in a patch.
     """
 
     tower: type[Tower]
@@ -76,6 +77,7 @@ class Family:
     rotates_by_grid: bool = False
     sees_whole_picture: str = ""
     embed_scale: float = 1.0
+    channels_last: bool = False
 
 
 def find_family(config: Config) -> Family | None:
@@ -231,6 +233,7 @@ def _gemma4(config: Config, tower: type[Tower] = Gemma4Tower) -> Family:
         text_of,
         sees_whole_picture="sliding" if sees else "",
         embed_scale=config["text_config"]["hidden_size"] ** 0.5,
+        channels_last=True,
     )
 
 

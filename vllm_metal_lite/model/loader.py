@@ -135,6 +135,7 @@ class LoadedModel:
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
             recurrences=(*usage.recurrences, *norms),
             experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
+            spans=self.packed.spans,
         )
 
 
