@@ -11,10 +11,12 @@ from transformers import AutoImageProcessor
 
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.eyes import Processor
-from vllm_metal_lite.images.families import NOT_SERVED, Family, Prepared, completed, find_family
+from vllm_metal_lite.images.families import NOT_SERVED, find_family
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.pictures import picture_of
 from vllm_metal_lite.images.positions import axes, axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
+from vllm_metal_lite.model.files.inner_model import completed
 
 QWEN = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
 QWEN |= {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
@@ -175,8 +177,8 @@ def test_positions_of_rows() -> None:
 
 
 def test_frequencies_take_turns_among_the_axes() -> None:
-    assert axis_of_frequency(8, [3, 3, 2]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert axis_of_frequency(8, [6, 1, 1]).tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert axis_of_frequency([3, 3, 2]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert axis_of_frequency([6, 1, 1]).tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
 
 
 def test_models_whose_pictures_are_not_served_say_why() -> None:

@@ -7,14 +7,11 @@ import mlx.nn as nn
 import pytest
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.towers import (
-    Gemma4Embedder,
-    Gemma4Tower,
-    PixtralTower,
-    QwenTower,
-    SiglipTower,
-    Tower,
-)
+from vllm_metal_lite.images.gemma4_towers import Gemma4Embedder, Gemma4Tower
+from vllm_metal_lite.images.pixtral_tower import PixtralTower
+from vllm_metal_lite.images.qwen_towers import QwenTower
+from vllm_metal_lite.images.siglip_towers import Gemma3Tower
+from vllm_metal_lite.images.towers import Tower
 from vllm_metal_lite.model.calls import observing
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
@@ -24,7 +21,7 @@ QWEN |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 UNIFIED = {"model_patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16}
 TOWERS: list[tuple[type[Tower], dict[str, Any]]] = [
     (QwenTower, SIZES | QWEN),
-    (SiglipTower, SIZES | HEADS | {"image_size": 16}),
+    (Gemma3Tower, SIZES | HEADS | {"image_size": 16}),
     (PixtralTower, SIZES | HEADS | {"head_dim": 16, "rope_theta": 100.0}),
     (Gemma4Tower, SIZES | HEADS | {"head_dim": 16, "pooling_kernel_size": 2}),
     (Gemma4Embedder, UNIFIED | {"patch_size": 2, "pooling_kernel_size": 2}),

@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
 
 from tests.support.images import seeing
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.images.eyes import Eyes, read_tower
-from vllm_metal_lite.images.families import Prepared, find_family
+from vllm_metal_lite.images.eyes import Eyes, joined, read_tower
+from vllm_metal_lite.images.families import find_family, tiled
+from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.images.towers import merge_order
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.files.checkpoint import load_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -141,6 +142,52 @@ MISTRAL_TEXT = {
     "rope_parameters": rope(),
     "sliding_window": None,
 }
+LLAVA = {"image_token_id": IMAGE, "image_token_index": IMAGE, "vision_feature_layer": -1}
+LLAVA |= {"vision_feature_select_strategy": "full"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"norm_topk_prob": True}
+LLAMA_TEXT = {**MISTRAL_TEXT, "model_type": "llama"}
+QWEN2_TEXT = {name: value for name, value in TEXT.items() if name != "head_dim"}
+QWEN2_TEXT |= {"rope_parameters": rope(mrope_section=[2, 3, 3])}
+QWEN2_VISION = {
+    "depth": 2,
+    "embed_dim": 64,
+    "hidden_size": 64,
+    "mlp_ratio": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+}
+# Windows of 2 x 2 rows.
+QWEN25_VISION = {**QWEN_VISION, "depth": 3, "window_size": 16, "fullatt_block_indexes": [1]}
+GLM_TEXT = {**QWEN2_TEXT, "num_attention_heads": 2, "num_key_value_heads": 1}
+GLM_TEXT |= {"rope_parameters": rope(mrope_section=[2, 3, 3], partial_rotary_factor=0.5)}
+GLM_MOE_TEXT = {
+    **GLM_TEXT,
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GLM_VISION = {**QWEN_VISION, "image_size": 16, "intermediate_size": 80}
+GLM = {**MARKS, "image_start_token_id": 9, "image_end_token_id": 10}
+TILES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+LFM2_TEXT = {
+    **QWEN2_TEXT,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+    "rope_parameters": rope(),
+}
 
 # Name -> transformers' class, text, vision, the rest of the configuration, and rows' patches.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
@@ -192,19 +239,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], i
         GEMMA4,
         1,
     ),
-    "mistral3": (
-        "Mistral3",
-        MISTRAL_TEXT,
-        PIXTRAL,
-        {
-            "image_token_id": IMAGE,
-            "image_token_index": IMAGE,
-            "spatial_merge_size": 2,
-            "vision_feature_layer": -1,
-        },
+    "mistral3": ("Mistral3", MISTRAL_TEXT, PIXTRAL, {**LLAVA, "spatial_merge_size": 2}, 2),
+    "pixtral": ("Llava", MISTRAL_TEXT, PIXTRAL, LLAVA, 1),
+    "llava": ("Llava", MISTRAL_TEXT, PIXTRAL, LLAVA, 1),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**TEXT, **EXPERTS, "rope_theta": 1e4, "rope_parameters": QWEN_ROPE},
+        QWEN_VISION,
+        QWEN,
+        2,
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**QWEN5_TEXT, **EXPERTS, "shared_expert_intermediate_size": 32},
+        {**QWEN_VISION, "deepstack_visual_indexes": []},
+        QWEN,
+        2,
+    ),
+    "qwen2_vl": ("Qwen2VL", QWEN2_TEXT, QWEN2_VISION, QWEN, 2),
+    "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_TEXT, QWEN25_VISION, QWEN, 2),
+    "glm4v": ("Glm4v", GLM_TEXT, GLM_VISION, GLM, 2),
+    "glm46v": ("Glm46V", {**GLM_TEXT, "model_type": "glm4v_text"}, GLM_VISION, GLM, 2),
+    "glm4v_moe": ("Glm4vMoe", GLM_MOE_TEXT, GLM_VISION, GLM, 2),
+    "idefics3": ("Idefics3", LLAMA_TEXT, TILES, {"image_token_id": IMAGE, "scale_factor": 2}, 2),
+    "smolvlm": ("SmolVLM", LLAMA_TEXT, TILES, {"image_token_id": IMAGE, "scale_factor": 2}, 2),
+    "internvl": (
+        "InternVL",
+        {**QWEN2_TEXT, "model_type": "qwen2", "rope_parameters": rope()},
+        {**TILES, "attention_bias": True, "image_size": [16, 16], "patch_size": [4, 4]},
+        {"image_token_id": IMAGE},
+        2,
+    ),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        LFM2_TEXT,
+        {**TILES, "model_type": "siglip2_vision_model", "num_patches": 16},
+        {"image_token_id": IMAGE, "projector_hidden_size": 48},
         2,
     ),
 }
+QWEN2 = ("qwen2_vl", "qwen2_5_vl")
+PIXTRALS = ("mistral3", "pixtral", "llava")
+TILED = ("idefics3", "smolvlm", "internvl", "lfm2_vl")
 # transformers' processors: the values that normalise.
 NORMALISED = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}
 PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "do_normalize": False}
@@ -216,6 +292,8 @@ class Case:
     def __init__(self, name: str, folder: Path) -> None:
         kind, text, vision, rest, self.merge = FAMILIES[name]
         self.kind, self.folder, self.patch = name.split()[0], folder, vision["patch_size"]
+        if self.kind == "internvl":
+            self.patch = self.patch[0]
         if self.kind == "gemma4_unified":  # no tower: a row is a patch
             self.patch *= vision["pooling_kernel_size"]
         torch.manual_seed(0)
@@ -234,32 +312,54 @@ class Case:
             for path, value in self.model.named_buffers():
                 if path.endswith(("input_min", "output_min", "input_max", "output_max")):
                     value.fill_(-0.8 if path.endswith("min") else 0.8)
-        self.model.save_pretrained(folder)
+        # The published files of Qwen3.5 have the experts of a layer in one tensor.
+        self.model.save_pretrained(folder, save_original_format=self.kind != "qwen3_5_moe")
+        if self.kind == "qwen3_vl_moe":  # the published files have these the other way round
+            saved = folder / "model.safetensors"
+            tensors = {
+                path: value.swapaxes(1, 2) if ".experts." in path else value
+                for path, value in mx.load(str(saved)).items()
+            }
+            mx.save_safetensors(str(saved), tensors)
         # What transformers no longer writes, and mlx-lm reads.
         file = folder / "config.json"
         self.config = config = json.loads(file.read_text())
-        more = {"qwen3_vl": {"rope_theta": 1e4, "rope_scaling": {**QWEN_ROPE, "type": "default"}}}
+        mrope = {"rope_theta": 1e4, "rope_scaling": {**QWEN_ROPE, "type": "default"}}
+        more = {"qwen3_vl": mrope, "qwen3_vl_moe": {**mrope, **EXPERTS}}
+        sections = {"mrope_section": [2, 3, 3], "type": "mrope"}
+        more |= {kind: {"rope_theta": 1e4, "rope_scaling": sections} for kind in QWEN2}
         more |= {kind: {"global_head_dim": 32} for kind in ("gemma4", "gemma4_unified")}
         config["text_config"] |= more.get(self.kind, {})
         config["text_config"]["tie_word_embeddings"] = text["tie_word_embeddings"]
+        if self.kind == "pixtral":
+            config["model_type"] = "pixtral"
         file.write_text(json.dumps({**config, "vocab_size": VOCAB}))
         settings = PLAIN if self.kind.startswith("gemma4") else NORMALISED
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        # Two pictures; a tiled one is also seen as a whole, at the end.
         rng, k = np.random.default_rng(0), self.merge
-        self.grids = [(2 * k, 3 * k), (k, 2 * k)] if self.kind != "gemma3" else [(8, 8)] * 2
-        sizes = [(3, height * self.patch, width * self.patch) for height, width in self.grids]
-        raw = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
-        scale, offset = (1 / 255, 0) if self.kind.startswith("gemma4") else (2 / 255, 1)
-        self.pixels = [(picture * scale - offset).astype(np.float32) for picture in raw]
-        self.pictures = [
-            Prepared(
-                self.patches(picture, grid),
-                grid,
-                (grid[0] // k, grid[1] // k),
-                bytes([number]) * 16,
-            )
-            for number, (picture, grid) in enumerate(zip(raw, self.grids, strict=True))
+        self.grids = [[(2 * k, 3 * k)], [(k, 2 * k)]]
+        if self.kind == "gemma3":
+            self.grids = [[(8, 8)]] * 2
+        if self.kind in TILED:
+            whole = (2, 6) if self.kind == "lfm2_vl" else (4, 4)
+            self.grids = [[(4, 4), (4, 4), whole], [whole]]
+        p = self.patch
+        raw = [
+            [rng.integers(0, 256, (3, h * p, w * p), dtype=np.uint8) for h, w in grids]
+            for grids in self.grids
         ]
+        scale, offset = (1 / 255, 0) if self.kind.startswith("gemma4") else (2 / 255, 1)
+        self.scale, self.offset = scale, offset
+        self.pixels = [(view * scale - offset).astype(np.float32) for part in raw for view in part]
+        self.pictures = []
+        for number, (views, grids) in enumerate(zip(raw, self.grids, strict=True)):
+            height, width = grids[-1]
+            prepared = tiled(views, p, k, (1, len(views) - 1))
+            if self.kind not in TILED:
+                patches, merged = self.patches(views[0], grids[0]), (height // k, width // k)
+                prepared = Prepared(patches, grids[0], merged)
+            self.pictures.append(prepared._replace(digest=bytes([number]) * 16))
         marks = [[9, *[IMAGE] * picture.num_rows, 10] for picture in self.pictures]
         words = [rng.integers(20, VOCAB, count).tolist() for count in (5, 4, 9)]
         self.tokens = [*words[0], *marks[0], *words[1], *marks[1], *words[2]]
@@ -267,30 +367,40 @@ class Case:
     def patches(self, pixels: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
         p = self.patch
         parts = pixels.reshape(3, grid[0], p, grid[1], p)
-        order = (1, 3, 2, 4, 0) if self.kind.startswith("gemma4") else (1, 3, 0, 2, 4)
+        is_last = self.kind.startswith("gemma4") or self.kind == "lfm2_vl"
+        order = (1, 3, 2, 4, 0) if is_last else (1, 3, 0, 2, 4)
         patches = parts.transpose(order).reshape(-1, 3 * p * p)
-        if self.kind.startswith("qwen"):
+        if self.kind.startswith(("qwen", "glm")):
             rows, columns = merge_order(grid, 2)
             patches = patches[rows * grid[1] + columns]
         return patches
 
     def inputs(self) -> dict[str, Any]:
         """The pictures as transformers takes them."""
-        parts = [self.patches(a, g) for a, g in zip(self.pixels, self.grids, strict=True)]
-        if self.kind.startswith("qwen"):  # two equal frames
+        all_grids = [grid for grids in self.grids for grid in grids]
+        parts = [self.patches(a, g) for a, g in zip(self.pixels, all_grids, strict=True)]
+        if self.kind.startswith(("qwen", "glm")):  # two equal frames
             films = [np.repeat(a.reshape(-1, 3, 1, 16), 2, 2).reshape(-1, 96) for a in parts]
-            grids = torch.tensor([[1, *grid] for grid in self.grids])
+            grids = torch.tensor([[1, *grid] for grid in all_grids])
             return {"pixel_values": torch.tensor(np.concatenate(films)), "image_grid_thw": grids}
-        if self.kind == "gemma3":
+        if self.kind in ("gemma3", "internvl"):
             return {"pixel_values": torch.tensor(np.stack(self.pixels))}
-        if self.kind.startswith("gemma4"):
+        if self.kind in ("idefics3", "smolvlm"):
+            return {"pixel_values": torch.tensor(np.stack(self.pixels))[None]}
+        if self.kind.startswith("gemma4") or self.kind == "lfm2_vl":
             most, width = max(map(len, parts)), parts[0].shape[1]
-            pixels = np.zeros((2, most, width), np.float32)
-            at = np.full((2, most, 2), -1)
-            for i, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
+            pixels = np.zeros((len(parts), most, width), np.float32)
+            at = np.full((len(parts), most, 2), -1)
+            for i, (part, grid) in enumerate(zip(parts, all_grids, strict=True)):
                 pixels[i, : len(part)] = part
                 rows, columns = np.divmod(np.arange(len(part)), grid[1])
                 at[i, : len(part)] = np.stack([columns, rows], axis=1)
+            if self.kind == "lfm2_vl":
+                return {
+                    "pixel_values": torch.tensor(pixels),
+                    "pixel_attention_mask": torch.tensor(at[..., 0] >= 0).int(),
+                    "spatial_shapes": torch.tensor(all_grids),
+                }
             return {
                 "pixel_values": torch.tensor(pixels),
                 "image_position_ids": torch.tensor(at),
@@ -303,7 +413,8 @@ class Case:
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         ids = torch.tensor([tokens])
-        kinds = {"gemma3": "token_type_ids", "mistral3": None}.get(self.kind, "mm_token_type_ids")
+        kinds = {"gemma3": "token_type_ids"} | dict.fromkeys((*TILED, *PIXTRALS))
+        kinds = kinds.get(self.kind, "mm_token_type_ids")
         is_picture = {kinds: (ids == IMAGE).long()} if kinds else {}
         masks = {}
         if self.kind == "gemma4_unified":
@@ -332,7 +443,7 @@ class Case:
         return np.concatenate([part.reshape(-1, width).float().numpy() for part in rows])
 
     def engine(self, **options: Any) -> LLMEngine:
-        model, config = load_model(self.folder)
+        model, config, _ = load_checkpoint(self.folder, trust_remote_code=False)
         loaded = loader.from_model(model, None, config, name=self.kind)
         defaults = {"block_size": 8, "num_blocks": 64, "max_model_len": 96, "max_num_seqs": 4}
         return LLMEngine(
@@ -414,8 +525,9 @@ def test_a_quantised_tower_sees_what_its_weights_say(name: str, folder: Path) ->
         tower = read_tower(family, place, case.config)
         assert tower.dtype == mx.float32
         picture = case.pictures[0]
-        pixels = mx.array(case.patches(case.pixels[0], picture.grid))
-        rows.append(np.array(tower(pixels, picture.grid).rows))
+        pixels = mx.array(picture.patches.astype(np.float32) * case.scale - case.offset)
+        found = joined([tower(part, grid) for part, grid in picture.views(pixels)])
+        rows.append(np.array(found.rows))
     assert far(rows[1], rows[0]) < 1e-4
     # The control: the weights before they were quantised.
     assert far(rows[0], case.features()[: len(rows[0])]) > 1e-4

@@ -1,10 +1,11 @@
 """The transformer of a vision tower.
 
 One class serves all families: they differ in norms, in the MLP, in the rotation, and in the names
-of their weights (towers.py).  A picture is one sequence of patches, and each patch sees all others.
+of their weights (towers.py).  A patch sees all patches of its group: of its picture, of its tile or
+of its window.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,12 @@ Activation = Callable[[mx.array], mx.array]
 Rotation = tuple[mx.array, mx.array]
 gelu, gelu_tanh = nn.gelu, nn.gelu_approx
 # By the names of transformers.
-ACTIVATIONS = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": nn.silu}
+ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": nn.gelu_fast_approx,
+    "silu": nn.silu,
+}
 # The widths of heads for which MLX's SDPA is one kernel.
 FUSED_WIDTHS = (64, 80, 128)
 
@@ -28,6 +34,7 @@ class EncoderConfig:
     """gated: the MLP multiplies its activated half with another one.  bias: whether the linear
     layers have one.  layer_norm: LayerNorm with a bias, otherwise RMSNorm.  sandwich: a norm before
     and one after each half of a layer, and norms of queries, keys and values (Gemma 4).
+    scaled: each half of a layer is multiplied by a learned vector (InternVL).
     """
 
     hidden_size: int
@@ -42,6 +49,26 @@ class EncoderConfig:
     layer_norm: bool = False
     sandwich: bool = False
     clipped: bool = False
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Patches that see each other: `count` segments of equal size, which follow one another.
+
+    is_patch: (P,) bool, False for rows that fill a group up, or None: all rows are patches.
+    """
+
+    count: int = 1
+    is_patch: mx.array | None = None
+
+    @property
+    def mask(self) -> mx.array | None:
+        """(count, 1, 1, P / count), as SDPA takes it."""
+        return None if self.is_patch is None else self.is_patch.reshape(self.count, 1, 1, -1)
+
+
+WHOLE = Segments()
 
 
 class _Clipped(nn.Module):
@@ -68,6 +95,15 @@ class ClippedQuantizedLinear(_Clipped, nn.QuantizedLinear):
     pass
 
 
+class Scale(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = mx.ones(size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.weight
+
+
 class Layer(nn.Module):
     """x (P, hidden_size) -> the same shape."""
 
@@ -87,17 +123,19 @@ class Layer(nn.Module):
         if config.sandwich:
             self.after1, self.after2 = (norm(size, eps=config.eps) for _ in range(2))
             self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.eps) for _ in range(2))
+        if config.scaled:
+            self["after1"], self["after2"] = Scale(size), Scale(size)
 
-    def __call__(self, x: mx.array, rotation: Rotation | None) -> mx.array:
-        h = self.attend(self.norm1(x), rotation)
-        x = x + (self.after1(h) if self.config.sandwich else h)
+    def __call__(self, x: mx.array, rotation: Rotation | None, segments: Segments) -> mx.array:
+        h = self.attend(self.norm1(x), rotation, segments)
+        x = x + (self.after1(h) if "after1" in self else h)
         h = self.norm2(x)
         up = self.up(h)
         activation = self.config.activation
         h = self.down(activation(self.gate(h)) * up if self.config.gated else activation(up))
-        return x + (self.after2(h) if self.config.sandwich else h)
+        return x + (self.after2(h) if "after2" in self else h)
 
-    def attend(self, x: mx.array, rotation: Rotation | None) -> mx.array:
+    def attend(self, x: mx.array, rotation: Rotation | None, segments: Segments) -> mx.array:
         config = self.config
         q, k, v = (
             f(x).reshape(len(x), config.num_heads, config.head_dim)
@@ -112,9 +150,10 @@ class Layer(nn.Module):
         # Zeros change no score and no value, and MLX keeps no scores in memory for these widths.
         width = next((w for w in FUSED_WIDTHS if w >= config.head_dim), config.head_dim)
         pad = [(0, 0), (0, 0), (0, width - config.head_dim)]
-        q, k, v = (mx.pad(a, pad).swapaxes(0, 1)[None] for a in (q, k, v))
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
-        return self.o(out[0].swapaxes(0, 1)[..., : config.head_dim].reshape(len(x), -1))
+        shape = segments.count, -1, config.num_heads, width
+        q, k, v = (mx.pad(a, pad).reshape(shape).swapaxes(1, 2) for a in (q, k, v))
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=segments.mask)
+        return self.o(out.swapaxes(1, 2)[..., : config.head_dim].reshape(len(x), -1))
 
 
 class Encoder(nn.Module):
@@ -123,16 +162,22 @@ class Encoder(nn.Module):
         self.layers = [Layer(config) for _ in range(config.num_layers)]
 
     def __call__(
-        self, x: mx.array, angles: mx.array | None, noted: tuple[int, ...] = ()
+        self,
+        x: mx.array,
+        angles: mx.array | None,
+        noted: tuple[int, ...] = (),
+        segments: Segments | Sequence[Segments] = WHOLE,
     ) -> tuple[mx.array, list[mx.array]]:
         """The result of the last layer, and those of the layers in `noted`.
 
         angles: (P, parts, head_dim / parts / 2), see `rotate`; None: nothing is rotated.
+        segments: those of all layers, or of each.
         """
         results = []
         rotation = None if angles is None else (mx.cos(angles)[:, None], mx.sin(angles)[:, None])
+        by_layer = [segments] * len(self.layers) if isinstance(segments, Segments) else segments
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotation)
+            x = layer(x, rotation, by_layer[i])
             if i in noted:
                 results.append(x)
         return x, results

@@ -15,19 +15,15 @@ from mlx.utils import tree_flatten
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.errors import RequestError, one_line
-from vllm_metal_lite.images.families import (
-    Family,
-    Prepared,
-    completed,
-    find_family,
-    preprocess,
-)
+from vllm_metal_lite.images.families import find_family, preprocess
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.messages import read, split
 from vllm_metal_lite.images.pictures import DIGEST_BYTES, Picture
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
 from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.model.files.inner_model import completed
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.runner.pictures import Features, NoEyes
@@ -73,7 +69,11 @@ class Processor:
     """Prepares pictures for a model.  It needs no weights, so a server's front process has one."""
 
     def __init__(self, family: Family, folder: Path) -> None:
-        kind: Any = getattr(transformers, family.processor)  # imports Pillow
+        kind: Any = getattr(transformers, family.processor, None)  # imports Pillow
+        if kind is None:
+            from vllm_metal_lite.images import processors
+
+            kind = getattr(processors, family.processor)
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
 
@@ -149,7 +149,8 @@ class Eyes(NoEyes):
         """The features of a picture: kept ones, or those of the tower, which run with the step."""
         found = self._kept.get(picture.digest)
         if found is None:
-            found = self.tower(self._normalised(picture.patches), picture.grid)
+            views = picture.views(self._normalised(picture.patches))
+            found = joined([self.tower(patches, grid) for patches, grid in views])
             rows = found.rows.astype(mx.float32) / self.family.embed_scale
             found = found._replace(rows=rows.astype(found.rows.dtype))
             num_bytes = sum(a.nbytes for a in (found.rows, *found.deep))
@@ -185,8 +186,15 @@ def attach(model: LoadedModel) -> NoEyes:
         return NoEyes(reason)
     if family.rotates_by_grid:
         sections = rotary_sections(model.config)
-        model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)
+        model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     return eyes
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """The features of a picture, from those of its views."""
+    if len(parts) == 1:
+        return parts[0]
+    return Features(mx.concatenate([part.rows for part in parts]))
 
 
 def rotary_sections(config: Mapping[str, Any]) -> list[int]:

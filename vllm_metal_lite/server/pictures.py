@@ -7,7 +7,7 @@ from typing import Any
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.eyes import MAX_PICTURES, Processor
-from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.offload import check_wanted
 from vllm_metal_lite.server.templates import together
