@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from tests.support.images import seeing
 from tests.support.models import tiny_models as tiny
@@ -20,9 +21,10 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.images.eyes import Eyes, joined, read_tower
 from vllm_metal_lite.images.families import find_family, tiled
 from vllm_metal_lite.images.family import Prepared
-from vllm_metal_lite.images.towers import merge_order
+from vllm_metal_lite.images.towers import flattened, merge_order, renamed
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.files.checkpoint import load_checkpoint
+from vllm_metal_lite.model.files.inner_model import completed
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -281,6 +283,175 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], i
 QWEN2 = ("qwen2_vl", "qwen2_5_vl")
 PIXTRALS = ("mistral3", "pixtral", "llava")
 TILED = ("idefics3", "smolvlm", "internvl", "lfm2_vl")
+# The published config.json of models, without fields that change nothing here.  They leave out
+# sizes, and name the tower in several ways.  Name -> type of the whole, the rest.
+PIXTRAL_SIZES = {"model_type": "pixtral", "head_dim": 64, "patch_size": 16, "image_size": 1024}
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-VL-4B": (
+        "qwen3_vl",
+        {
+            "text_config": {**SMALL, "model_type": "qwen3_vl_text", "hidden_size": 2560},
+            "vision_config": {
+                "deepstack_visual_indexes": [5, 11, 17],
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "model_type": "qwen3_vl",
+                "out_hidden_size": 2560,
+            },
+        },
+    ),
+    "Qwen2-VL-7B": (
+        "qwen2_vl",
+        {
+            **SMALL,
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "vision_config": {
+                "depth": 32,
+                "embed_dim": 1280,
+                "mlp_ratio": 4,
+                "num_heads": 16,
+                "in_chans": 3,
+                "hidden_size": 3584,
+                "patch_size": 14,
+                "spatial_patch_size": 14,
+            },
+        },
+    ),
+    "Qwen2.5-VL-3B": (
+        "qwen2_5_vl",
+        {
+            **SMALL,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "vision_config": {
+                "hidden_size": 1280,
+                "in_chans": 3,
+                "model_type": "qwen2_5_vl",
+                "out_hidden_size": 2048,
+                "spatial_patch_size": 14,
+                "tokens_per_second": 2,
+            },
+        },
+    ),
+    "GLM-4.1V-9B": (
+        "glm4v",
+        {
+            "text_config": {**SMALL, "model_type": "glm4v_text", "hidden_size": 4096},
+            "vision_config": {"model_type": "glm4v", "depth": 24, "hidden_size": 1536},
+        },
+    ),
+    "gemma-3-4b": (
+        "gemma3",
+        {
+            "text_config": {**SMALL, "model_type": "gemma3_text", "hidden_size": 2560},
+            "vision_config": {
+                "hidden_size": 1152,
+                "image_size": 896,
+                "intermediate_size": 4304,
+                "model_type": "siglip_vision_model",
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+        },
+    ),
+    "pixtral-12b": (
+        "llava",
+        {
+            "text_config": {**SMALL, "model_type": "mistral", "hidden_size": 5120},
+            "vision_config": PIXTRAL_SIZES,
+        },
+    ),
+    "Mistral-Small-3.1": (
+        "mistral3",
+        {
+            "spatial_merge_size": 2,
+            "text_config": {**SMALL, "model_type": "mistral", "hidden_size": 5120},
+            "vision_config": {**PIXTRAL_SIZES, "patch_size": 14, "image_size": 1540},
+        },
+    ),
+    "SmolVLM-Instruct": (
+        "idefics3",
+        {
+            "scale_factor": 3,
+            "text_config": {**SMALL, "model_type": "llama", "hidden_size": 2048},
+            "vision_config": {
+                "hidden_size": 1152,
+                "image_size": 384,
+                "intermediate_size": 4304,
+                "model_type": "idefics3",
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+            },
+        },
+    ),
+    "SmolVLM2-256M": (
+        "smolvlm",
+        {
+            "scale_factor": 4,
+            "text_config": {
+                **SMALL,
+                "model_type": "llama",
+                "hidden_size": 576,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+            },
+            "vision_config": {
+                "hidden_size": 768,
+                "image_size": 512,
+                "model_type": "smolvlm_vision",
+                "num_attention_heads": 12,
+                "patch_size": 16,
+            },
+        },
+    ),
+    "InternVL3-1B-hf": (
+        "internvl",
+        {
+            "text_config": {
+                **SMALL,
+                "model_type": "qwen2",
+                "hidden_size": 896,
+                "num_attention_heads": 14,
+                "num_key_value_heads": 2,
+            },
+            "vision_config": {
+                "attention_bias": True,
+                "model_type": "internvl_vision",
+                "norm_type": "layer_norm",
+            },
+        },
+    ),
+    "LFM2-VL-450M": (
+        "lfm2-vl",
+        {
+            "downsample_factor": 2,
+            "image_token_index": 396,
+            "projector_hidden_size": 2560,
+            "text_config": {
+                **SMALL,
+                "model_type": "lfm2",
+                "hidden_size": 1024,
+                "num_attention_heads": 16,
+                "layer_types": ["conv"],
+            },
+            "vision_config": {
+                "hidden_size": 768,
+                "model_type": "siglip2_vision_model",
+                "num_attention_heads": 12,
+                "vision_use_head": False,
+            },
+        },
+    ),
+}
 # transformers' processors: the values that normalise.
 NORMALISED = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}
 PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "do_normalize": False}
@@ -531,3 +702,26 @@ def test_a_quantised_tower_sees_what_its_weights_say(name: str, folder: Path) ->
     assert far(rows[1], rows[0]) < 1e-4
     # The control: the weights before they were quantised.
     assert far(rows[0], case.features()[: len(rows[0])]) > 1e-4
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_make_towers_of_the_published_sizes(name: str) -> None:
+    """Names and shapes of all weights, as transformers has them."""
+    kind, rest = PUBLISHED[name]
+    config = {"model_type": kind, **rest}
+    family = find_family(config)
+    assert family is not None
+    theirs = transformers.AutoConfig.for_model(kind.replace("-", "_"), **rest)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(theirs)
+    tensors = {
+        path: mx.broadcast_to(mx.zeros(()), tuple(value.shape))
+        for path, value in model.state_dict().items()
+    }
+    built = family.tower(completed(config))
+    mine = {path: value.shape for path, value in tree_flatten(built.parameters())}
+    expected = {
+        path: (flattened(value) if value.ndim > 3 else value).shape
+        for path, value in renamed(family.tower, tensors).items()
+    }
+    assert mine == expected

@@ -20,26 +20,26 @@ from vllm_metal_lite.images.siglip_towers import Gemma3Tower, IdeficsTower, Inte
 from vllm_metal_lite.images.towers import Config, Grid, Tower
 from vllm_metal_lite.model.files.inner_model import completed
 
-# Types of models that take pictures elsewhere and not here, and the reason.
+# Why pictures are not served for types of models that are often asked for.
 NOT_SERVED = {
-    "kimi_vl": "transformers has no image processor for it",
-    "kimi_k25": "transformers has no image processor for it",
     "gemma3n": "its vision tower is a convolutional network, which is not built here",
-    "llama4": "its vision tower is not built here",
+    "kimi_k25": "transformers has no image processor for it",
+    "kimi_vl": "transformers has no image processor for it",
 }
 
 
 def find_family(config: Config) -> Family | None:
-    """The family of a model, or None for a model without eyes.  Raises RequestError, with the
-    reason, for a model whose pictures are not served."""
+    """The family of a model, or None for a model without a vision tower.  Raises RequestError, with
+    the reason, for a model whose pictures are not served."""
     kind = str(config.get("model_type")).replace("-", "_")
-    if kind in NOT_SERVED and has_tower(config):
-        raise RequestError(f"pictures are not served for {kind}: {NOT_SERVED[kind]}")
-    if kind not in _FAMILIES or not has_tower(config):
+    if not has_tower(config):
         return None
     tower = config["vision_config"].get("model_type")
     if kind == "llava" and tower != "pixtral":
-        raise RequestError(f"pictures are not served for llava with the vision tower {tower}")
+        kind = f"llava with the vision tower {tower}"
+    if kind not in _FAMILIES:
+        reason = NOT_SERVED.get(kind, "its vision tower is not built here")
+        raise RequestError(f"pictures are not served for {kind}: {reason}")
     return _FAMILIES[kind](completed(config))
 
 

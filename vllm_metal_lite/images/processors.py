@@ -8,14 +8,31 @@ import numpy as np
 from transformers import BatchFeature
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import PILImageResampling, SizeDict
+from transformers.processing_utils import ImagesKwargs
 
 from vllm_metal_lite.model.files.folder import read_json
+
+
+class Lfm2VlSettings(ImagesKwargs, total=False):
+    """What preprocessor_config.json may set beside the usual."""
+
+    do_image_splitting: bool
+    use_thumbnail: bool
+    downsample_factor: int
+    encoder_patch_size: int
+    tile_size: int
+    min_tiles: int
+    max_tiles: int
+    min_image_tokens: int
+    max_image_tokens: int
+    max_pixels_tolerance: float
 
 
 class Lfm2VlImageProcessorPil(PilBackend):
     """As Lfm2VlImageProcessor of transformers: a picture of many pixels becomes tiles of one size,
     and a view of the whole."""
 
+    valid_kwargs = Lfm2VlSettings
     resample = PILImageResampling.BILINEAR
     image_mean: ClassVar = [0.5, 0.5, 0.5]
     image_std: ClassVar = [0.5, 0.5, 0.5]
@@ -31,7 +48,7 @@ class Lfm2VlImageProcessorPil(PilBackend):
     def from_pretrained(cls, folder: Any, **options: Any) -> Any:  # type: ignore[override]
         """Older folders have the settings of tiles in another file."""
         found = read_json(Path(folder) / "processor_config.json")
-        known = {name: value for name, value in found.items() if hasattr(cls, name)}
+        known = {n: value for n, value in found.items() if n in Lfm2VlSettings.__annotations__}
         return super().from_pretrained(folder, **{**known, **options})
 
     def _preprocess(  # type: ignore[override]
