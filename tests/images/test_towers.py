@@ -11,7 +11,7 @@ from vllm_metal_lite.images.gemma4_towers import Gemma4Embedder, Gemma4Tower
 from vllm_metal_lite.images.pixtral_tower import PixtralTower
 from vllm_metal_lite.images.qwen_towers import GlmTower, Qwen2Tower, QwenTower
 from vllm_metal_lite.images.siglip_towers import Gemma3Tower, IdeficsTower, InternTower, Lfm2Tower
-from vllm_metal_lite.images.towers import Tower
+from vllm_metal_lite.images.towers import Tower, flattened
 from vllm_metal_lite.model.calls import observing
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
@@ -60,3 +60,14 @@ def test_a_tower_computes_in_the_type_of_its_weights(
     assert {x.dtype for x in (features.rows, *features.deep)} == {mx.bfloat16}
     assert set(seen) <= {mx.bfloat16}
     assert seen or kind is Gemma4Embedder
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (2, 3, 2, 4, 4), (5, 6, 2, 2)])
+def test_convolutions_are_the_same_in_both_orders(shape: tuple[int, ...]) -> None:
+    """torch has channels second, MLX last.  A film of equal frames is summed."""
+    weight = mx.random.normal(shape, key=mx.random.key(0))
+    found = flattened(weight)
+    assert mx.array_equal(found, flattened(mx.moveaxis(weight, 1, -1)))
+    patch = mx.random.normal((shape[1], *shape[-2:]), key=mx.random.key(1))
+    film = mx.broadcast_to(patch[:, None], weight.shape[1:]) if len(shape) == 5 else patch
+    assert mx.allclose(found @ patch.flatten(), (weight * film).reshape(shape[0], -1).sum(axis=1))

@@ -5,7 +5,7 @@ of their weights (towers.py).  A patch sees all patches of its group: of its pic
 of its window.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,10 @@ from vllm_metal_lite.backend import mx
 Activation = Callable[[mx.array], mx.array]
 # The cosines and sines of a picture, the same for all layers.
 Rotation = tuple[mx.array, mx.array]
+# Patches that see each other: the number of equal parts of the rows, which follow one another, and
+# (parts, 1, 1, P / parts) bool, False for rows that only fill a part up; None: all are patches.
+Segments = tuple[int, mx.array | None]
+WHOLE: Segments = (1, None)
 gelu, gelu_tanh = nn.gelu, nn.gelu_approx
 # By the names of transformers.
 ACTIVATIONS = {
@@ -50,25 +54,6 @@ class EncoderConfig:
     sandwich: bool = False
     clipped: bool = False
     scaled: bool = False
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Patches that see each other: `count` segments of equal size, which follow one another.
-
-    is_patch: (P,) bool, False for rows that fill a group up, or None: all rows are patches.
-    """
-
-    count: int = 1
-    is_patch: mx.array | None = None
-
-    @property
-    def mask(self) -> mx.array | None:
-        """(count, 1, 1, P / count), as SDPA takes it."""
-        return None if self.is_patch is None else self.is_patch.reshape(self.count, 1, 1, -1)
-
-
-WHOLE = Segments()
 
 
 class _Clipped(nn.Module):
@@ -150,9 +135,10 @@ class Layer(nn.Module):
         # Zeros change no score and no value, and MLX keeps no scores in memory for these widths.
         width = next((w for w in FUSED_WIDTHS if w >= config.head_dim), config.head_dim)
         pad = [(0, 0), (0, 0), (0, width - config.head_dim)]
-        shape = segments.count, -1, config.num_heads, width
+        count, mask = segments
+        shape = count, -1, config.num_heads, width
         q, k, v = (mx.pad(a, pad).reshape(shape).swapaxes(1, 2) for a in (q, k, v))
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=segments.mask)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
         return self.o(out.swapaxes(1, 2)[..., : config.head_dim].reshape(len(x), -1))
 
 
@@ -166,16 +152,16 @@ class Encoder(nn.Module):
         x: mx.array,
         angles: mx.array | None,
         noted: tuple[int, ...] = (),
-        segments: Segments | Sequence[Segments] = WHOLE,
+        segments: Segments | list[Segments] = WHOLE,
     ) -> tuple[mx.array, list[mx.array]]:
         """The result of the last layer, and those of the layers in `noted`.
 
         angles: (P, parts, head_dim / parts / 2), see `rotate`; None: nothing is rotated.
-        segments: those of all layers, or of each.
+        segments: those of all layers, or of each layer.
         """
         results = []
         rotation = None if angles is None else (mx.cos(angles)[:, None], mx.sin(angles)[:, None])
-        by_layer = [segments] * len(self.layers) if isinstance(segments, Segments) else segments
+        by_layer = [segments] * len(self.layers) if isinstance(segments, tuple) else segments
         for i, layer in enumerate(self.layers):
             x = layer(x, rotation, by_layer[i])
             if i in noted:

@@ -104,7 +104,7 @@ def _qwen2(config: Config) -> Family:
 
 
 def _glm(config: Config) -> Family:
-    return _qwen(config, GlmTower, "Glm46V" if config["model_type"] == "glm46v" else "Glm4v")
+    return _qwen(config, GlmTower, "Glm4v")
 
 
 def _gemma3(config: Config) -> Family:

@@ -133,8 +133,9 @@ class Qwen2Tower(Tower):
         unit = self.merge**2
         at = (index.ravel().clip(0)[:, None] * unit + np.arange(unit)).ravel()
         is_patch = np.repeat(index.ravel() >= 0, unit)
-        filled = None if is_patch.all() else mx.array(is_patch)
-        whole, windows = Segments(1, filled), Segments(len(index), filled)
+        mask = None if is_patch.all() else mx.array(is_patch.reshape(len(index), 1, 1, -1))
+        windows: Segments = (len(index), mask)
+        whole: Segments = (1, None if mask is None else mask.reshape(1, 1, 1, -1))
         segments = [whole if i in self.whole else windows for i in range(self.depth)]
         angles = axial_angles(rows[at], columns[at], self.head_dim)
         x, _ = self.encoder(x[mx.array(at)], angles, segments=segments)
@@ -151,21 +152,6 @@ def in_windows(grid: Grid, side: int) -> np.ndarray:
     return parts.reshape(-1, side * side)
 
 
-class GlmMerger(nn.Module):
-    """GLM-V: from joined patches to rows of the language model."""
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size, size, bias=False)
-        self.norm = nn.LayerNorm(size)
-        self.gate_proj, self.up_proj = (nn.Linear(size, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        x = gelu(self.norm(self.proj(x)))
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class GlmTower(Tower):
     """GLM-4.1V, 4.5V and 4.6V."""
 
@@ -175,7 +161,8 @@ class GlmTower(Tower):
         (r"^embeddings\.position_embedding\.weight", "positions"),
         (r"^post_conv_layernorm\.", "norm1."),
         (r"^post_layernorm\.", "norm2."),
-        (r"\.post_projection_norm\.", ".norm."),
+        (r"^merger\.post_projection_norm\.", "norm3."),
+        (r"^merger\.", ""),
     )
 
     def __init__(self, config: Config) -> None:
@@ -195,8 +182,11 @@ class GlmTower(Tower):
             "intermediate_size": out,
         }  # as in transformers: the merger has the other
         self.encoder = encoder_of(layers, self.head_dim, nn.silu, eps, gated=True)
-        self.downsample = nn.Linear(size * self.merge**2, out)
-        self.merger = GlmMerger(out, vision["intermediate_size"])
+        self.downsample, self.norm3 = nn.Linear(size * self.merge**2, out), nn.LayerNorm(out)
+        inner = vision["intermediate_size"]
+        self.proj = nn.Linear(out, out, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(out, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, out, bias=False)
 
     def __call__(self, patches: mx.array, grid: Grid) -> Features:
         rows, columns = merge_order(grid, self.merge)
@@ -206,4 +196,5 @@ class GlmTower(Tower):
         x, _ = self.encoder(x, axial_angles(rows, columns, self.head_dim))
         # A merged row has all values of one channel together.
         x = self.norm2(x).reshape(-1, self.merge**2, x.shape[-1]).swapaxes(1, 2)
-        return Features(self.merger(self.downsample(x.reshape(len(x), -1))))
+        x = gelu(self.norm3(self.proj(self.downsample(x.reshape(len(x), -1)))))
+        return Features(self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x)))

@@ -3,7 +3,7 @@
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.encoder import ACTIVATIONS, Segments, gelu, gelu_tanh
+from vllm_metal_lite.images.encoder import ACTIVATIONS, gelu, gelu_tanh
 from vllm_metal_lite.images.towers import (
     Config,
     Grid,
@@ -55,7 +55,7 @@ class SiglipTower(Tower):
         """(B * P, values) patches of B pictures of one size, (P, C) positions -> (B * P, C)."""
         x = self.embed(patches).reshape(-1, *positions.shape)
         x = (x + positions).reshape(len(patches), -1)
-        x, _ = self.encoder(x, None, segments=Segments(len(patches) // len(positions)))
+        x, _ = self.encoder(x, None, segments=(len(patches) // len(positions), None))
         return self.post_layernorm(x)
 
 
@@ -192,8 +192,8 @@ class InternTower(Tower):
         x = self.embed(patches).reshape(-1, grid[0] * grid[1], self.cls_token.shape[-1])
         first = mx.broadcast_to(self.cls_token, (len(x), 1, x.shape[-1]))
         x = mx.concatenate([first, x], axis=1) + self.position_embeddings
-        segments, shape = Segments(len(x)), x.shape
-        x, _ = self.encoder(x.reshape(-1, shape[-1]), None, segments=segments)
+        shape = x.shape
+        x, _ = self.encoder(x.reshape(-1, shape[-1]), None, segments=(len(x), None))
         x = x.reshape(shape)[:, 1:].reshape(len(patches), -1)
         x = self.layer_norm(joined(x, grid, self.factor))
         return Features(self.linear_2(gelu(self.linear_1(x))))
