@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "qwen2_5_vl": ({"image_token_id": 7}, QWEN2, "Qwen2VLImageProcessor"),
     "glm4v": ({"image_token_id": 7}, GLM, "Glm4vImageProcessor"),
     "glm4v_moe": ({"image_token_id": 7}, GLM, "Glm4vImageProcessor"),
+    "glm_ocr": ({"image_token_id": 7}, GLM, "Glm46VImageProcessor"),
     "glm46v": ({"image_token_id": 7}, GLM, "Glm46VImageProcessor"),
     # 384 pixels are no multiple of 14: a rest of 6 at the edges is left out.
     "idefics3": (
@@ -218,7 +219,8 @@ def test_frequencies_of_an_axis_follow_one_another_in_older_models() -> None:
     in_turns = {kind for kind in FAMILIES if family_of(kind).rotates_in_turns}
     by_grid = {kind for kind in FAMILIES if family_of(kind).rotates_by_grid}
     assert in_turns & by_grid == {"qwen3_vl", "qwen3_5"}
-    assert by_grid - in_turns == {"qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v"}
+    of_glm = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
+    assert by_grid - in_turns == {"qwen2_vl", "qwen2_5_vl"} | of_glm
 
 
 @pytest.mark.parametrize("kind", [*NOT_SERVED, "llava", "a_type_of_next_year"])

@@ -61,6 +61,16 @@ def test_it_is_the_model_of_mlx_lm(
     assert len(model.layers) == len(alone.layers)
 
 
+def test_layers_beyond_those_of_the_configuration_are_left_out(tmp_path: Path) -> None:
+    """Such layers guess several tokens."""
+    alone = write(tmp_path, "smolvlm", "llama", *NAMES[0])
+    saved = mx.load(str(tmp_path / "model.safetensors"))
+    more = f"model.text_model.layers.{len(alone.layers)}.input_layernorm.weight"
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {**saved, more: mx.zeros(2)})
+    model, _, _ = load_checkpoint(tmp_path, trust_remote_code=False)
+    assert len(model.layers) == len(alone.layers)
+
+
 def test_a_language_model_that_mlx_lm_does_not_know_is_refused(tmp_path: Path) -> None:
     """With mlx-lm's own words about the type of the whole."""
     write(tmp_path, "smolvlm", "llama", *NAMES[0])

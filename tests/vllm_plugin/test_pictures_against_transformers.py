@@ -23,6 +23,7 @@ from vllm_metal_lite.images.families import find_family, tiled
 from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.images.towers import flattened, merge_order, renamed
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.files import inner_model
 from vllm_metal_lite.model.files.checkpoint import load_checkpoint
 from vllm_metal_lite.model.files.inner_model import completed
 
@@ -263,6 +264,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], i
     "glm4v": ("Glm4v", GLM_TEXT, GLM_VISION, GLM, 2),
     "glm46v": ("Glm46V", {**GLM_TEXT, "model_type": "glm4v_text"}, GLM_VISION, GLM, 2),
     "glm4v_moe": ("Glm4vMoe", GLM_MOE_TEXT, GLM_VISION, GLM, 2),
+    "glm_ocr": ("GlmOcr", GLM_TEXT, {**GLM_VISION, "attention_bias": True}, GLM, 2),
     "idefics3": ("Idefics3", LLAMA_TEXT, TILES, {"image_token_id": IMAGE, "scale_factor": 2}, 2),
     "smolvlm": ("SmolVLM", LLAMA_TEXT, TILES, {"image_token_id": IMAGE, "scale_factor": 2}, 2),
     "internvl": (
@@ -343,8 +345,21 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.1V-9B": (
         "glm4v",
         {
-            "text_config": {**SMALL, "model_type": "glm4v_text", "hidden_size": 4096},
+            "text_config": {
+                **SMALL,
+                "model_type": "glm4v_text",
+                "hidden_size": 4096,
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+            },
             "vision_config": {"model_type": "glm4v", "depth": 24, "hidden_size": 1536},
+        },
+    ),
+    "GLM-OCR": (
+        "glm_ocr",
+        {
+            "text_config": {**SMALL, "model_type": "glm_ocr_text", "hidden_size": 1536},
+            "vision_config": {"model_type": "glm_ocr_vision", "depth": 24},
         },
     ),
     "gemma-3-4b": (
@@ -441,7 +456,14 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
                 "model_type": "lfm2",
                 "hidden_size": 1024,
                 "num_attention_heads": 16,
-                "layer_types": ["conv"],
+                "num_hidden_layers": 2,
+                "layer_types": ["conv", "full_attention"],
+                "block_auto_adjust_ff_dim": True,
+                "block_dim": 1024,
+                "block_ff_dim": 6656,
+                "block_ffn_dim_multiplier": 1.0,
+                "block_multiple_of": 256,
+                "intermediate_size": 6656,
             },
             "vision_config": {
                 "hidden_size": 768,
@@ -452,6 +474,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# The others run by the model inside.
+KNOWN_TO_MLX_LM = ("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "mistral3")
 # transformers' processors: the values that normalise.
 NORMALISED = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}
 PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "do_normalize": False}
@@ -704,13 +728,9 @@ def test_a_quantised_tower_sees_what_its_weights_say(name: str, folder: Path) ->
     assert far(rows[0], case.features()[: len(rows[0])]) > 1e-4
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_make_towers_of_the_published_sizes(name: str) -> None:
-    """Names and shapes of all weights, as transformers has them."""
+def published(name: str) -> tuple[dict[str, Any], Any, dict[str, mx.array]]:
+    """config.json, transformers' configuration, and weights that take no memory."""
     kind, rest = PUBLISHED[name]
-    config = {"model_type": kind, **rest}
-    family = find_family(config)
-    assert family is not None
     theirs = transformers.AutoConfig.for_model(kind.replace("-", "_"), **rest)
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(theirs)
@@ -718,10 +738,39 @@ def test_published_configurations_make_towers_of_the_published_sizes(name: str) 
         path: mx.broadcast_to(mx.zeros(()), tuple(value.shape))
         for path, value in model.state_dict().items()
     }
-    built = family.tower(completed(config))
-    mine = {path: value.shape for path, value in tree_flatten(built.parameters())}
+    return {"model_type": kind, **rest}, theirs, tensors
+
+
+def shapes(weights: Any) -> dict[str, tuple[int, ...]]:
+    return {path: value.shape for path, value in dict(weights).items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_make_towers_of_the_published_sizes(name: str) -> None:
+    """Names and shapes of all weights, as transformers has them."""
+    config, _, tensors = published(name)
+    family = find_family(config)
+    assert family is not None
     expected = {
-        path: (flattened(value) if value.ndim > 3 else value).shape
+        path: flattened(value) if value.ndim > 3 else value
         for path, value in renamed(family.tower, tensors).items()
     }
-    assert mine == expected
+    built = family.tower(completed(config))
+    assert shapes(tree_flatten(built.parameters())) == shapes(expected)
+
+
+INSIDE = [name for name, (kind, _) in PUBLISHED.items() if kind not in KNOWN_TO_MLX_LM]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_published_configurations_make_the_language_model_inside(name: str, tmp_path: Path) -> None:
+    config, theirs, tensors = published(name)
+    if theirs.tie_word_embeddings or config["model_type"] == "lfm2-vl":
+        del tensors["lm_head.weight"]
+    else:
+        saved = {"lm_head.weight": mx.zeros(1)}  # only its name is read
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), saved)
+    found = inner_model.Model(inner_model.inner_model(config, tmp_path))
+    expected = found.sanitize(tensors)
+    assert len(expected) > 8
+    assert shapes(tree_flatten(found.parameters())) == shapes(expected)

@@ -38,7 +38,8 @@ class EncoderConfig:
     """gated: the MLP multiplies its activated half with another one.  bias: whether the linear
     layers have one.  layer_norm: LayerNorm with a bias, otherwise RMSNorm.  sandwich: a norm before
     and one after each half of a layer, and norms of queries, keys and values (Gemma 4).
-    scaled: each half of a layer is multiplied by a learned vector (InternVL).
+    qk_norm: norms of queries and keys (GLM-OCR).  scaled: each half of a layer is multiplied by a
+    learned vector (InternVL).
     """
 
     hidden_size: int
@@ -54,6 +55,7 @@ class EncoderConfig:
     sandwich: bool = False
     clipped: bool = False
     scaled: bool = False
+    qk_norm: bool = False
 
 
 class _Clipped(nn.Module):
@@ -107,6 +109,7 @@ class Layer(nn.Module):
         self.up, self.down = linear(size, inner), linear(inner, size)
         if config.sandwich:
             self.after1, self.after2 = (norm(size, eps=config.eps) for _ in range(2))
+        if config.sandwich or config.qk_norm:
             self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.eps) for _ in range(2))
         if config.scaled:
             self["after1"], self["after2"] = Scale(size), Scale(size)
@@ -127,8 +130,9 @@ class Layer(nn.Module):
             for f in (self.q, self.k, self.v)
         )
         scale = config.head_dim**-0.5
-        if config.sandwich:
+        if "q_norm" in self:
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.sandwich:
             v, scale = mx.fast.rms_norm(v, None, config.eps), 1.0
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)

@@ -305,6 +305,7 @@ _FAMILIES: dict[str, Callable[[Config], Family]] = {
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "glm46v": _glm,
+    "glm_ocr": _glm,
     "glm4v": _glm,
     "glm4v_moe": _glm,
     "idefics3": _idefics,

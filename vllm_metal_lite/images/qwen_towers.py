@@ -25,7 +25,7 @@ PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
 LAYERS = (
     (r"^blocks\.", "encoder.layers."),
     (r"\.attn\.proj\.", ".o."),
-    (r"\.attn\.([qkv])\.", r".\1."),
+    (r"\.attn\.([qkv]|[qk]_norm)\.", r".\1."),
     (r"layers(.*)\.mlp\.(gate|up|down)_proj\.", r"layers\1.\2."),
     (r"\.mlp\.(?:linear_)?fc1\.", ".up."),
     (r"\.mlp\.(?:linear_)?fc2\.", ".down."),
@@ -153,7 +153,7 @@ def in_windows(grid: Grid, side: int) -> np.ndarray:
 
 
 class GlmTower(Tower):
-    """GLM-4.1V, 4.5V and 4.6V."""
+    """GLM-4.1V, 4.5V and 4.6V; GLM-OCR, without learned positions."""
 
     prefixes = PREFIXES
     names = (
@@ -174,25 +174,29 @@ class GlmTower(Tower):
         self.merge, patch = vision["spatial_merge_size"], vision["patch_size"]
         self.head_dim = size // vision["num_heads"]
         self.embed = nn.Linear(3 * patch**2, size)
-        self.side = vision["image_size"] // patch
-        self.positions = mx.zeros((self.side**2, size))
-        self.norm1, self.norm2 = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
-        layers = {
-            **vision,
-            "intermediate_size": out,
-        }  # as in transformers: the merger has the other
-        self.encoder = encoder_of(layers, self.head_dim, nn.silu, eps, gated=True)
+        self.norm2 = nn.RMSNorm(size, eps=eps)
+        if is_ocr := config.get("model_type") == "glm_ocr":
+            inner = 3 * out
+        else:
+            self.side = vision["image_size"] // patch
+            self.positions, self.norm1 = mx.zeros((self.side**2, size)), nn.RMSNorm(size, eps=eps)
+            # As in transformers: the merger has the other size.
+            inner, vision = vision["intermediate_size"], {**vision, "intermediate_size": out}
+        self.encoder = encoder_of(
+            vision, self.head_dim, nn.silu, eps, gated=True, bias=is_ocr, qk_norm=is_ocr
+        )
         self.downsample, self.norm3 = nn.Linear(size * self.merge**2, out), nn.LayerNorm(out)
-        inner = vision["intermediate_size"]
         self.proj = nn.Linear(out, out, bias=False)
         self.gate_proj, self.up_proj = (nn.Linear(out, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, out, bias=False)
 
     def __call__(self, patches: mx.array, grid: Grid) -> Features:
         rows, columns = merge_order(grid, self.merge)
-        height, width = (cubic_taps(centres(n, self.side), self.side) for n in grid)
-        positions = resampled(self.positions, (height, width))
-        x = self.norm1(self.embed(patches)) + positions[mx.array(rows), mx.array(columns)]
+        x = self.embed(patches)
+        if "positions" in self:
+            height, width = (cubic_taps(centres(n, self.side), self.side) for n in grid)
+            positions = resampled(self.positions, (height, width))
+            x = self.norm1(x) + positions[mx.array(rows), mx.array(columns)]
         x, _ = self.encoder(x, axial_angles(rows, columns, self.head_dim))
         # A merged row has all values of one channel together.
         x = self.norm2(x).reshape(-1, self.merge**2, x.shape[-1]).swapaxes(1, 2)

@@ -21,11 +21,13 @@ from vllm_metal_lite.model.files.folder import Weights, weights
 _WHOLE = {"pixtral": "llava", "lfm2-vl": "lfm2_vl"}
 # The name in mlx-lm, if it differs, and fields that transformers does not write.
 _INNER: dict[str, tuple[str, dict[str, Any]]] = {
-    "glm4v_text": ("glm4", {"attention_bias": True}),
+    "glm_ocr_text": ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0}),
+    "glm4v_text": ("glm4", {"attention_bias": True, "partial_rotary_factor": 1.0}),
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
 }
 _OF_TOWER = re.compile(r"(model\.)?(vision|visual|multi_modal_projector|connector)")
 _INSIDE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = "lm_head.weight"
 
 
@@ -63,6 +65,9 @@ class Model(nn.Module):
 
     def sanitize(self, weights: Weights) -> Weights:
         inner = {_inside(n): w for n, w in weights.items() if not _OF_TOWER.match(n)}
+        # Files may have further layers, which guess several tokens (GLM-OCR).
+        count = len(self.layers)
+        inner = {n: w for n, w in inner.items() if not (m := _LAYER.match(n)) or int(m[1]) < count}
         inner = getattr(self.language_model, "sanitize", dict)(inner)
         return {f"language_model.{name}": weight for name, weight in inner.items()}
 
