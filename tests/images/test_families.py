@@ -65,8 +65,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "Idefics3ImageProcessor",
     ),
     "smolvlm": (
-        {"scale_factor": 4, "vision_config": {"patch_size": 16, "image_size": 512}},
-        {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, **HALVES},
+        {"scale_factor": 4, "vision_config": {"patch_size": 16, "image_size": 128}},
+        {"max_image_size": {"longest_edge": 128}, "size": {"longest_edge": 512}, **HALVES},
         "SmolVLMImageProcessor",
     ),
     "internvl": ({}, {"size": {"height": 448, "width": 448}}, "GotOcr2ImageProcessorFast"),
@@ -137,6 +137,16 @@ def test_fields_that_files_leave_out_are_those_of_transformers() -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     assert [found[name] for name in sizes] == [1024, 4096, 24, 16]
     assert (found["hidden_act"], found["patch_size"]) == ("silu", 16)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_token_of_a_row_has_two_names(kind: str) -> None:
+    """The value of the file takes precedence over transformers' default for the other name."""
+    for name in ("image_token_id", "image_token_index"):
+        config = {k: v for k, v in config_of(kind).items() if not k.startswith("image_token")}
+        family = find_family({**config, name: 77})
+        assert family is not None
+        assert family.image_token_id == 77
 
 
 def test_a_picture_is_prepared_once(tmp_path: Path) -> None:

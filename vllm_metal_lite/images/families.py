@@ -40,6 +40,8 @@ def find_family(config: Config) -> Family | None:
     if kind not in _FAMILIES:
         reason = NOT_SERVED.get(kind, "its vision tower is not built here")
         raise RequestError(f"pictures are not served for {kind}: {reason}")
+    if config.get("image_token_id") is None and "image_token_index" in config:  # its older name
+        config = {**config, "image_token_id": config["image_token_index"]}
     return _FAMILIES[kind](completed(config))
 
 
@@ -122,7 +124,7 @@ def _gemma3(config: Config) -> Family:
     return Family(
         Gemma3Tower,
         "<start_of_image>",
-        _image_token(config, 262144),
+        config.get("image_token_id", 262144),
         "Gemma3ImageProcessorPil",
         prepare,
         text_of,
@@ -148,7 +150,7 @@ def _pixtral(config: Config) -> Family:
     return Family(
         PixtralTower,
         "[IMG]",
-        _image_token(config, 10),
+        config.get("image_token_id", 10),
         "PixtralImageProcessorPil",
         prepare,
         text_of,
@@ -177,7 +179,7 @@ def _gemma4(config: Config, tower: type[Tower] = Gemma4Tower) -> Family:
     return Family(
         tower,
         "<|image|>",
-        _image_token(config, 258880),
+        config.get("image_token_id", 258880),
         "Gemma4ImageProcessorPil",
         prepare,
         text_of,
@@ -210,7 +212,7 @@ def _idefics(config: Config) -> Family:
     return Family(
         IdeficsTower,
         "<image>",
-        _image_token(config, 49190),
+        config.get("image_token_id", 49190),
         f"{'SmolVLM' if config['model_type'] == 'smolvlm' else 'Idefics3'}ImageProcessorPil",
         prepare,
         text_of,
@@ -236,7 +238,7 @@ def _lfm2(config: Config) -> Family:
     return Family(
         Lfm2Tower,
         "<image>",
-        _image_token(config, 396),
+        config.get("image_token_id", 396),
         "Lfm2VlImageProcessorPil",
         prepare,
         text_of,
@@ -259,7 +261,7 @@ def _intern(config: Config) -> Family:
     return Family(
         InternTower,
         "<IMG_CONTEXT>",
-        _image_token(config, 151667),
+        config.get("image_token_id", 151667),
         "GotOcr2ImageProcessorPil",
         prepare,
         text_of,
@@ -283,13 +285,6 @@ def tiled(
         tile=tile,
         rows_of_tile=tile[0] // factor * (tile[1] // factor),
     )
-
-
-def _image_token(config: Config, default: int) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        if isinstance(value := config.get(name), int):
-            return value
-    return default
 
 
 def _join(patches: np.ndarray, grid: Grid, k: int) -> np.ndarray:

@@ -25,7 +25,7 @@ _INNER: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v_text": ("glm4", {"attention_bias": True, "partial_rotary_factor": 1.0}),
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
 }
-_OF_TOWER = re.compile(r"(model\.)?(vision|visual|multi_modal_projector|connector)")
+# How files nest the language model.
 _INSIDE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = "lm_head.weight"
@@ -64,17 +64,16 @@ class Model(nn.Module):
         return self.language_model.layers
 
     def sanitize(self, weights: Weights) -> Weights:
-        inner = {_inside(n): w for n, w in weights.items() if not _OF_TOWER.match(n)}
+        inner = {
+            _INSIDE.sub("model.", name).replace("model.lm_head.", "lm_head."): weight
+            for name, weight in weights.items()
+            if _INSIDE.match(name) or name.startswith("lm_head.")
+        }
         # Files may have further layers, which guess several tokens (GLM-OCR).
         count = len(self.layers)
         inner = {n: w for n, w in inner.items() if not (m := _LAYER.match(n)) or int(m[1]) < count}
         inner = getattr(self.language_model, "sanitize", dict)(inner)
         return {f"language_model.{name}": weight for name, weight in inner.items()}
-
-
-def _inside(name: str) -> str:
-    """The name in the language model of a name in the files, which nest it in several ways."""
-    return _INSIDE.sub("model.", name).replace("model.lm_head.", "lm_head.")
 
 
 def inner_classes(folder: Path) -> Callable[..., Any]:
