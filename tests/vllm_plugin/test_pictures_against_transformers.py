@@ -692,7 +692,11 @@ def test_features_tokens_and_scores_are_those_of_transformers(name: str, folder:
         assert far(seeing.scores_of(other), scores) > 1e-2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# The towers of these are others'.
+SAME_TOWER = ("qwen3_vl_moe", "qwen3_5_moe", "llava", "glm46v", "glm4v_moe", "smolvlm")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SAME_TOWER])
 def test_a_quantised_tower_sees_what_its_weights_say(name: str, folder: Path) -> None:
     """The tower of 8 bits against the tower of the weights that these bits mean."""
     case = case_in(name, folder)

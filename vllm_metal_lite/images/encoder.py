@@ -1,8 +1,7 @@
 """The transformer of a vision tower.
 
 One class serves all families: they differ in norms, in the MLP, in the rotation, and in the names
-of their weights (towers.py).  A patch sees all patches of its group: of its picture, of its tile or
-of its window.
+of their weights.  A patch sees all patches of its picture, of its tile or of its window.
 """
 
 from collections.abc import Callable
@@ -83,6 +82,8 @@ class ClippedQuantizedLinear(_Clipped, nn.QuantizedLinear):
 
 
 class Scale(nn.Module):
+    """A learned factor for each dimension."""
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = mx.ones(size)
