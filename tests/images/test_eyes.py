@@ -30,7 +30,7 @@ def test_each_channel_is_normalised_by_its_own_numbers(kind: str, tmp_path: Path
     processor, oracle = processors(kind, tmp_path, **NORMAL)
     tower: Any = SimpleNamespace(parameters=dict, dtype=mx.float32)
     prepared = processor(picture(90, 60))
-    eyes = Eyes(processor, tower)
+    eyes = Eyes(processor, tower, 1)
     mine = np.array(eyes._normalised(prepared.patches))
     theirs = oracle(images=[picture(90, 60).rgb], return_tensors="np")["pixel_values"]
     if kind.startswith("qwen"):  # two equal frames

@@ -32,7 +32,7 @@ def test_kernels_see_what_a_whole_forward_sees(
     """Steps of 32 tokens mix prompts and decodes.  Fused decodes rotate by themselves, but not
     behind a picture that turns them by other positions than their own."""
     pretend_gpu(monkeypatch, Verdict({}, prefill))
-    change_device(monkeypatch, small_scores=0)
+    change_device(monkeypatch, small_scores=0, rows_as_decodes=0)
     building, fused_pictures = FusedLaunches.building, list[bool]()
 
     def noted(fusion: FusedLaunches, step: Any) -> Any:

@@ -16,19 +16,15 @@ from mlx.utils import tree_flatten
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.errors import RequestError, one_line
-from vllm_metal_lite.images.families import (
-    Family,
-    Prepared,
-    completed,
-    find_family,
-    preprocess,
-)
+from vllm_metal_lite.images.families import find_family, preprocess
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.peak import peak_bytes
 from vllm_metal_lite.images.pictures import DIGEST_BYTES, MAX_PIXELS, Picture, read
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
 from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.model.files.inner_model import completed
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.runner.pictures import Features, NoEyes
@@ -75,7 +71,11 @@ class Processor:
     """Prepares pictures for a model.  It needs no weights, so a server's front process has one."""
 
     def __init__(self, family: Family, folder: Path) -> None:
-        kind: Any = getattr(transformers, family.processor)  # imports Pillow
+        kind: Any = getattr(transformers, family.processor, None)  # imports Pillow
+        if kind is None:
+            from vllm_metal_lite.images import processors
+
+            kind = getattr(processors, family.processor)
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
         self._digests = ByBytes[bytes](NAME_BYTES)  # of pictures, by the name of their file
@@ -164,7 +164,8 @@ class Eyes(NoEyes):
         compute while the host builds the step."""
         found = self._kept.get(picture.digest)
         if found is None:
-            found = self.tower(self._normalised(picture.patches), picture.grid)
+            views = picture.views(self._normalised(picture.patches))
+            found = joined([self.tower(patches, grid) for patches, grid in views])
             rows = found.rows.astype(mx.float32) / self.family.embed_scale
             found = found._replace(rows=rows.astype(found.rows.dtype))
             mx.async_eval(found)
@@ -216,8 +217,15 @@ def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
     model.packed.spans = family.sees_whole_picture
     if family.rotates_by_grid:
         sections = rotary_sections(model.config)
-        model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)
+        model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     return eyes
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """The features of a picture, from those of its views."""
+    if len(parts) == 1:
+        return parts[0]
+    return Features(mx.concatenate([part.rows for part in parts]))
 
 
 def rotary_sections(config: Mapping[str, Any]) -> list[int]:
