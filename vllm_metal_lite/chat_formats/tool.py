@@ -12,6 +12,7 @@ from vllm_metal_lite.chat_formats.schema import (
     properties_of,
     types_of,
 )
+from vllm_metal_lite.structured_outputs.json_schema import rebuilt
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,18 @@ class Tool:
     strict: bool = False
 
     @cached_property
+    def held(self) -> dict[str, Any]:
+        """The part of `parameters` that calls are held to.
+
+        No grammar can hold `uniqueItems`, which Pydantic's sets have: a tool that is not strict
+        goes without it.
+        """
+        return self.parameters if self.strict else rebuilt(self.parameters, _without_sets)
+
+    @cached_property
     def arguments(self) -> list[Schema]:
         """The alternatives of all arguments, see `Resolver`: each is an object."""
-        return Resolver(self.parameters)({"type": "object", **self.parameters})
+        return Resolver(self.held)({"type": "object", **self.held})
 
     @cached_property
     def types(self) -> dict[str, set[str]]:
@@ -43,7 +53,7 @@ class Tool:
 
     @cached_property
     def _alternatives(self) -> dict[str, list[Schema]]:
-        resolve = Resolver(self.parameters)
+        resolve = Resolver(self.held)
         schemas: dict[str, list[Any]] = {}
         for whole in self.arguments:
             for name, schema in properties_of(whole).items():
@@ -55,6 +65,10 @@ class Tool:
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
+
+
+def _without_sets(part: dict[str, Any], place: str) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "uniqueItems"}
 
 
 @dataclass(frozen=True)
