@@ -7,6 +7,7 @@ To record it anew, delete its recording.  open_webui.json is written after the p
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,12 +21,16 @@ from tests.support.server.kit import OPTIONS
 from tests.support.server.scripted import scripted
 from tests.support.server.watched import recorded, watched
 from vllm_metal_lite.engine.prompt_ids import as_list
+from vllm_metal_lite.server.app import POSTS
+from vllm_metal_lite.server.body import IGNORED
 
 HERE = Path(__file__).parent
-MODULES = HERE.parents[1] / "models" / "clients"  # which git ignores
+ROOT = HERE.parents[1]
+MODULES = ROOT / "models" / "clients"  # which git ignores
 PROGRAMS = {path.stem.removeprefix("with_"): path for path in sorted(HERE.glob("with_*"))}
 RECORDED = {path.stem: json.loads(path.read_text()) for path in HERE.glob("recorded/*.json")}
 EXCHANGES = [(name, i) for name in sorted(RECORDED) for i in range(len(RECORDED[name]))]
+HI = [{"role": "user", "content": "hi"}]
 # Programs ask nobody but our server.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
 QUIET |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", "DO_NOT_TRACK": "1"}
@@ -90,6 +95,68 @@ def test_a_recorded_request_gets_what_the_model_says(client, name, number):
         assert params.structured_outputs is not None
     limits = map(body.get, ("max_completion_tokens", "max_output_tokens", "max_tokens"))
     assert params.max_tokens == next(filter(None, limits), None)
+
+
+def test_what_clients_send_is_read_or_known_to_have_no_effect():
+    """A new field of a client is read, or joins IGNORED, or is listed here with its reason."""
+    types = {path: body_type for path, body_type, _ in POSTS}
+    unknown = {
+        (exchange["path"], field)
+        for exchanges in RECORDED.values()
+        for exchange in exchanges
+        for field in types[exchange["path"]].model_validate(exchange["body"]).unknown_fields()
+    }
+    # Open WebUI sends the name of its setting RAG_EMBEDDING_PREFIX_FIELD_NAME if there is one.
+    assert unknown == {("/v1/embeddings", "prefix")}
+
+
+def test_the_documents_list_the_fields_without_effect():
+    text = (ROOT / "docs" / "server.md").read_text()
+    [listed] = re.findall(r"\*\*Ignored\*\*: (.*?)\.\n", text, re.DOTALL)
+    assert set(re.findall("`(.*?)`", listed)) == IGNORED
+    for path, body_type, _ in POSTS:
+        assert not IGNORED & body_type.model_fields.keys(), path
+
+
+def test_the_documents_have_a_row_for_each_program():
+    rows = re.findall(
+        r"^\| .*clients/(with_\w+\.\w+)", (ROOT / "docs" / "clients.md").read_text(), re.M
+    )
+    assert sorted(rows) == sorted(path.name for path in PROGRAMS.values())
+
+
+def test_fields_without_effect_may_have_any_value(client):
+    """`metadata` and two others come back in a response, as they are."""
+    url = client.script.running.url
+    odd = {**dict.fromkeys(IGNORED, 1), "metadata": {"a": 1}, "previous_response_id": ""}
+    odd |= {"prompt_cache_key": "x", "max_tokens": 5}
+    client.script.says("ok")
+    for path, fields in {
+        "/v1/chat/completions": {"messages": HI},
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/messages": {"messages": HI},
+        "/v1/responses": {"input": HI},
+    }.items():
+        reply = httpx.post(url + path, json={**odd, **fields})
+        assert reply.status_code == 200, reply.text
+        assert reply.json().get("metadata", {"a": 1}) == {"a": 1}
+
+
+def test_older_names_of_forms_are_not_ignored(client):
+    for name in "guided_json", "guided_regex", "guided_choice", "guided_grammar":
+        for path, fields in (
+            ("chat/completions", {"messages": HI}),
+            ("completions", {"prompt": "a"}),
+        ):
+            reply = httpx.post(f"{client.base_url}{path}", json={**fields, name: "a"})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+
+
+def test_an_effort_beside_the_conversation(client):
+    """As Open WebUI asks over the Responses API."""
+    for fields in {"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}:
+        reply = httpx.post(f"{client.base_url}responses", json={"input": HI, **fields})
+        assert reply.json()["reasoning"]["effort"] == "none"
 
 
 def command_of(program: Path) -> list[str]:

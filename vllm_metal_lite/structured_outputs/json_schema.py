@@ -20,7 +20,8 @@ _NUMBERS = re.compile(
 # The formats that llguidance follows.  By the standard all others say nothing about the text.
 _FORMATS = re.compile("date-time|time|date|duration|email|hostname|ipv4|ipv6|uuid|uri")
 # Keywords that llguidance lacks, with values that allow all: zod's records have the first one.
-_SAYS_NOTHING = ("propertyNames", {"type": "string"}), ("propertyNames", {}), ("uniqueItems", False)
+_SAYS_NOTHING: list[tuple[str, Any]] = [("propertyNames", {"type": "string"})]
+_SAYS_NOTHING += [("propertyNames", {}), ("uniqueItems", False)]
 # llguidance carries numbers as floats, and reads longer ones wrongly.
 _MOST_INTEGER, _MOST_DIGITS, _MOST_EXPONENT = 2**53 - 1, 15, 22
 Change = Callable[[dict[str, Any], str], dict[str, Any]]
