@@ -115,6 +115,21 @@ def test_a_tool_that_is_not_strict_may_have_a_set(http):
         assert reply.status_code == (400 if strict else 200), reply.text
 
 
+@pytest.mark.usefixtures("chat_format")
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_call_has_no_keys_but_those_of_its_schema(client, nested):
+    """Pydantic's schemas do not say so, and small models would invent keys without end."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    if nested:
+        point = {"$defs": {"P": schema}, "properties": {"p": {"$ref": "#/$defs/P"}}}
+        schema = {"type": "object", "required": ["p"], **point}
+    ask = {**ASK, "tools": [tool("run", schema)], "tool_choice": NAMED, "max_tokens": 400}
+    for seed in range(4):
+        [choice] = client.chat.completions.create(**ask, seed=seed, temperature=1.5).choices
+        found = json.loads(choice.message.tool_calls[0].function.arguments)
+        assert set(found["p"] if nested else found) <= {"a"}
+
+
 def test_numbers_of_arguments_are_exact_or_refused(client, chat_format):
     """Formats that do not write values as JSON have no limit."""
     parameters = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}, "required": ["id"]}

@@ -8,6 +8,7 @@ from vllm_metal_lite.chat_formats.schema import (
     Resolver,
     Schema,
     bare_text,
+    listed,
     named_values,
     properties_of,
     types_of,
@@ -26,12 +27,27 @@ class Tool:
 
     @cached_property
     def held(self) -> dict[str, Any]:
-        """The part of `parameters` that calls are held to.
+        """The schema that grammars hold calls to.
 
-        No grammar can hold `uniqueItems`, which Pydantic's sets have: a tool that is not strict
-        goes without it.
+        Objects have only the properties that they name, as in vLLM: Pydantic does not say so, and
+        small models would invent keys without end.  No grammar can hold `uniqueItems`, which
+        Pydantic's sets have: a tool that is not strict goes without it.
         """
-        return self.parameters if self.strict else rebuilt(self.parameters, _without_sets)
+        parts: list[dict[str, Any]] = []
+
+        def find(part: dict[str, Any], place: str) -> dict[str, Any]:
+            parts.append(part)
+            return part
+
+        def change(part: dict[str, Any], place: str) -> dict[str, Any]:
+            kept = {k: v for k, v in part.items() if self.strict or k != "uniqueItems"}
+            closed = {"additionalProperties": False} if closes and properties_of(part) else {}
+            return {**closed, **kept}
+
+        rebuilt(self.parameters, find)
+        closes = all(map(_can_be_closed, parts))
+        schema: dict[str, Any] = rebuilt(self.parameters, change)
+        return schema
 
     @cached_property
     def arguments(self) -> list[Schema]:
@@ -67,8 +83,16 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def _without_sets(part: dict[str, Any], place: str) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key != "uniqueItems"}
+def _can_be_closed(part: dict[str, Any]) -> bool:
+    """Whether an object can have only the properties that this part of a schema names: no other
+    part names more of them."""
+    named, required = properties_of(part), listed(part, "required")
+    if any(key in part for key in ("allOf", "anyOf", "oneOf", "$ref")):
+        return not (named or required or "allOf" in part)
+    return not named or (
+        "minProperties" not in part
+        and all(isinstance(name, str) and name in named for name in required)
+    )
 
 
 @dataclass(frozen=True)
