@@ -21,6 +21,10 @@ _NESTED = {
     "text.format": ("type", "name", "description", "schema", "strict"),
     "tools.function": ("name", "description", "parameters", "strict"),
 }
+# Fields without effect.  The log does not name them: clients send them unasked.
+IGNORED = {"client_metadata", "container", "inference_geo", "metadata", "prediction", "verbosity"}
+IGNORED |= {"cache_control", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+IGNORED |= {"context_management", "max_tool_calls", "safety_identifier", "service_tier", "store"}
 
 
 class Body(BaseModel):
@@ -37,7 +41,7 @@ class Body(BaseModel):
 
     def unknown_fields(self) -> Iterator[str]:
         """The names of the fields that no one reads, with their places in the body."""
-        yield from self.model_extra or ()
+        yield from (name for name in self.model_extra or () if name not in IGNORED)
         for place, known in _NESTED.items():
             objects: list[Any] = [self]
             for name in place.split("."):

@@ -36,6 +36,10 @@ class CompletionFields(SamplingFields):
     response_format: dict[str, Any] | None = None
     truncate_prompt_tokens: Unsupported = None
     use_beam_search: Unsupported = None
+    guided_json: Unsupported = None  # vLLM's names before `structured_outputs`
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
