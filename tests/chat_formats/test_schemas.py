@@ -75,7 +75,7 @@ BAD = {
     "propertyNames": one(INT, propertyNames={"maxLength": 1}), "strng": one({"type": "strng"}),
     "dependentRequired": one(INT, dependentRequired={"x": ["y"]}), "enum": one({"enum": "abc"}),
     "unevaluated": one(INT, unevaluatedProperties=False), "missing": one({"$ref": "#/$defs/z"}),
-    "uniqueItems": one({"type": "array", "uniqueItems": True}), "itself": one({"$ref": "#"}),
+    "contains": one({"type": "array", "contains": {}}), "itself": one({"$ref": "#"}),
     "required": ENDLESS | {"properties": {"x": {"$ref": "#/$defs/n"}}},
     "items": ENDLESS | {"properties": {"x": {"items": {"$ref": "#/$defs/n"}}}},
 }  # fmt: skip

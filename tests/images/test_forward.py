@@ -106,3 +106,20 @@ def test_text_beside_a_picture_is_unchanged_to_the_bit(name: str) -> None:
     (picture_seen, text), (unseen, text_alone) = found
     assert text == text_alone
     assert picture_seen != unseen
+
+
+@pytest.mark.parametrize("name", SEES)
+def test_rows_that_see_each_other_by_arrays_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans are arrays of the step, so that steps of one shape may share compiled code."""
+    change_device(monkeypatch, rows_as_decodes=0)
+    engine = compile_on_cpu(seeing.engine(name, enable_prefix_caching=False), "varlen")
+    for seed in (1, 2):
+        asked = prompt(words(1, 5), picture(seed, 2, 7), words(2, 4 + seed))
+        output = tiny.ask(engine, asked, PARAMS)
+        tokens, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        expected = seeing.logits(name, [*tokens, *answer], asked["multi_modal_data"]["image"])
+        scores = seeing.scores(expected, tokens)
+        np.testing.assert_allclose(seeing.scores_of(output), scores, atol=2e-4)
+        assert answer == expected[len(tokens) - 1 : -1].argmax(-1).tolist()

@@ -75,7 +75,7 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
         assert "Perhaps an incomplete download or corrupt file" in failed.text
         assert pid() == before
     assert "the model demo is loaded, in " in caplog.text
-    assert "makes room" not in caplog.text
+    assert "is unloaded" not in caplog.text
 
 
 def test_weights_that_are_not_finite_are_the_servers_fault_and_shown(tmp_path):

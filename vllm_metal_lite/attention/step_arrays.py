@@ -48,11 +48,6 @@ def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
     )
 
 
-def has_spans(batch: ForwardBatch) -> bool:
-    """Whether some rows see later rows, of the same picture."""
-    return batch.pictures is not None and batch.pictures.spans is not None
-
-
 def as_decodes(batch: ForwardBatch) -> ForwardBatch:
     """Make every row its own segment, which sees the keys up to itself.
 

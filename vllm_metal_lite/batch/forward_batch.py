@@ -105,6 +105,11 @@ class ForwardBatch:
         return self.block_tables[group, segments, block] * self.block_size + offset
 
     @property
+    def spans(self) -> np.ndarray | None:
+        """PictureRows.spans; None: rows see only what comes before."""
+        return None if self.pictures is None else self.pictures.spans
+
+    @property
     def sampled_seats(self) -> np.ndarray:
         """(T,) int32, `req_indices` of the sampled rows."""
         return self.req_indices[self.sample_segments]
@@ -118,7 +123,8 @@ class ForwardBatch:
         return len(self.seq_lens)
 
     def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
-        """Raise ValueError for a block or a state slot outside the store, or an empty segment.
+        """Raise ValueError for a block or a state slot outside the store, an empty segment, or a
+        span outside its segment.
 
         num_blocks: the blocks of each KV group in the store.  num_state_slots: the slots of
         recurrent states; 0: there is none.
@@ -131,8 +137,20 @@ class ForwardBatch:
             raise ValueError(f"{len(self.block_tables)} KV groups, the store has {len(num_blocks)}")
         for tables, count in zip(self.block_tables, num_blocks, strict=True):
             self._validate_blocks(tables, count)
+        if self.spans is not None:
+            self._validate_spans(self.spans)
         if num_state_slots:
             self._validate_slots(num_state_slots)
+
+    def _validate_spans(self, spans: np.ndarray) -> None:
+        (begin, end), at = spans.T, self.positions
+        num_keys = np.repeat(self.seq_lens, np.diff(self.cu_seqlens_q))
+        if (wrong := (begin < 0) | (begin > at) | (end <= at) | (end > num_keys)).any():
+            i = wrong.argmax()
+            raise ValueError(
+                f"row {i} sees positions {begin[i]} to {end[i]}: a span has its row's position, "
+                f"{at[i]}, and ends within the {num_keys[i]} tokens of its segment"
+            )
 
     def _validate_slots(self, num_slots: int) -> None:
         initial, numbers = self.initial_slots, np.arange(self.num_segments)

@@ -1,8 +1,11 @@
 """Loads a model by name and prepares the model for packed steps."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,7 @@ class LoadedModel:
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
             recurrences=(*usage.recurrences, *norms),
             experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
+            spans=self.packed.spans,
         )
 
 
@@ -151,12 +155,14 @@ def load(
     once.
     """
     folder, name = find(name), str(name)
+    logger.info("reading the model's files", extra={"transient": True})
     model, tokenizer, config, no_answers = read_model(folder, name, dtype, trust_remote_code)
     with loading(name, "this model"):
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
-        loaded = from_model(model, tokenizer, config, name=name, ranks=ranks)
+        choose = partial(fit, files=_identity(folder, dtype) if ranks.size == 1 else "")
+        loaded = from_model(model, tokenizer, config, name=name, ranks=ranks, choose=choose)
         return replace(
             loaded,
             sampling_defaults=sampling_defaults(folder),
@@ -219,6 +225,14 @@ def from_model(
         ranks=ranks,
         config=config,
     )
+
+
+def _identity(folder: Path, dtype: str) -> str:
+    """What names these files as long as nobody changes them, and how they are read."""
+    files = [f for f in sorted(folder.iterdir()) if f.suffix in (".json", ".py", ".safetensors")]
+    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    parts = folder.resolve(), dtype, version("mlx-lm"), stats
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _not_quantisable(specs: list[LayerSpec]) -> str | None:

@@ -104,6 +104,7 @@ class PackedModel:
         self._continues: HeadEmbedding | None = next(parts, None)
         # Set by a family that rotates pictures by their grid: the axis of each frequency.
         self.axis_of_frequency = np.zeros(0, np.int32)
+        self.spans = ""  # set by a family whose rows of a picture see each other: KernelUse.spans
         self._body = body = body_of(model)
         if body is not None:
             wrap_call(body, self._select_rows)

@@ -18,7 +18,7 @@ import numpy as np
 from tools.bench.lib.pictures import Pictures
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.benchmark import MLX_CACHE_LIMIT, Load, MlxLmSingle, Tokens
-from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.family import Prepared
 
 # isort: split
 import mlx.nn as nn

@@ -9,9 +9,11 @@ from tools.bench.lib.models import fill
 from vllm_metal_lite import backend
 from vllm_metal_lite.benchmark import Load, ThisEngine
 from vllm_metal_lite.images.eyes import Eyes
-from vllm_metal_lite.images.families import Family, Prepared, completed, find_family
+from vllm_metal_lite.images.families import find_family
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.pictures import DIGEST_BYTES
 from vllm_metal_lite.images.towers import Tower, build
+from vllm_metal_lite.model.files.inner_model import completed
 
 # isort: split
 import mlx.nn as nn
@@ -80,7 +82,7 @@ def random_eyes(
         tower = build(family.tower, completed(config), of_tower)
     tower.set_dtype(dtype)
     processor: Any = _Processor(family)
-    return Eyes(processor, tower)
+    return Eyes(processor, tower, max_pictures=100)
 
 
 class SeeingEngine(ThisEngine):
