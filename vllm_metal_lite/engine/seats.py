@@ -39,7 +39,7 @@ class Seats:
     def pack(self, output: SchedulerOutput) -> ForwardBatch:
         """The batch of a scheduled step, whose requests have seats and get their new blocks."""
         segments, req_index = output.segments, self.req_index
-        self.take_blocks(segments)
+        self._append_blocks(segments)
         return self._inputs.pack(
             np.array([req_index[s.request] for s in segments]),
             np.array([s.num_computed for s in segments]),
@@ -49,12 +49,16 @@ class Seats:
         )
 
     def take_blocks(self, segments: Sequence[Segment]) -> None:
-        """Append the new blocks of segments to their requests' tables, once."""
+        """Append the new blocks of segments to their requests' tables before `pack`."""
+        self._append_blocks(segments)
+        for segment in segments:
+            segment.new_block_ids = ()
+
+    def _append_blocks(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             if segment.new_block_ids:
                 seat = self.req_index[segment.request]
                 self._inputs.append_blocks(seat, *segment.new_block_ids)
-                segment.new_block_ids = ()
 
     def tokens_of(self, request: Request) -> np.ndarray:
         """The known tokens of a running request, (n,) int32."""

@@ -24,7 +24,7 @@ from vllm_metal_lite.model.seam.head_embedding import HeadEmbedding, ModelsHead
 class _Family(NamedTuple):
     """How models name the tensors of their heads.
 
-    start: a regular expression for the start of a name; {n} stands for the number of layers.
+    start: a regular expression for the start of a name; {n} is the number of layers.
     names: pairs (regular expression for the rest, its name in the body of the model of one layer);
     the first match counts.  An empty name leaves the tensor out.
     changes: the fields of config.json that make the model of one layer.
