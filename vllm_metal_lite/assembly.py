@@ -107,7 +107,8 @@ def build_runner(
                 path, is_decided = replace(path, fusion=fusion), True
             except KernelError as e:  # in the trial of the fused launches
                 path = path.fallback(e)
-    return ModelRunner(model.packed, path, sampler, model.ranks)
+    drafting = model.drafter.packed if model.drafter else None
+    return ModelRunner(model.packed, path, sampler, model.ranks, drafting)
 
 
 def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> StepPath:

@@ -237,7 +237,7 @@ def test_a_step_samples_no_more_rows_than_the_memory_plan_counts(monkeypatch, nu
 
 
 def test_the_option_is_checked():
-    with pytest.raises(ConfigError, match="speculate must be off or auto, got 'yes'"):
+    with pytest.raises(ConfigError, match="speculate must be off, lookup or auto, got 'yes'"):
         EngineConfig(speculate="yes")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
-from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Pace, Speculator, width
+from vllm_metal_lite.speculation.speculator import MAX_DRAFT, PLAIN, Pace, Speculator, width
 from vllm_metal_lite.speculation.speculator import _Record as Record
 
 
@@ -22,7 +22,7 @@ def tell(speculator, requests, rows, seconds, times=4, drafts=0, accepted=0):
     """Note steps of these requests, each with as many drafts."""
     for _ in range(times):
         for request in requests:
-            speculator._record(request).proposed = [1] * drafts
+            speculator._history(request).proposed = [1] * drafts
         segments = [
             Segment(request, 10, 1 + drafts, (), draft_token_ids=[1] * drafts)
             for request in requests
@@ -78,14 +78,14 @@ def test_wrong_drafts_end_and_are_tried_again():
 
 def test_a_first_step_that_compiles_does_not_count():
     pace = Pace()
-    pace.record(1, False, 1.0)
+    pace.record(1, PLAIN, 1.0)
     for seconds in (30.0, 10.0, 1.2):
-        pace.record(8, True, seconds)
+        pace.record(8, 0, seconds)
     for _ in range(3):
-        pace.record(1, False, 1.0)
-    assert pace.ratio(1, 8) == pytest.approx(1.25)  # not known yet
-    pace.record(8, True, 1.3)
-    assert pace.ratio(1, 8) == pytest.approx(1.2)
+        pace.record(1, PLAIN, 1.0)
+    assert pace.ratio(1, 8, 0) == pytest.approx(1.25)  # not known yet
+    pace.record(8, 0, 1.3)
+    assert pace.ratio(1, 8, 0) == pytest.approx(1.2)
     assert [width(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
 
 
@@ -110,14 +110,14 @@ def test_widths_are_tried_within_a_tenth_of_the_time():
         seen.add((drafted, width(rows)))
 
     for _ in range(4):
-        step(8, False)
-    assert pace.ratio(8, 256) == pytest.approx(1.25)
+        step(8, PLAIN)
+    assert pace.ratio(8, 256, 0) == pytest.approx(1.25)
     for _ in range(4):
-        step(256, True)  # a width that was begun is finished
-        assert pace.ratio(8, 256) < 2
-    assert pace.ratio(8, 128) == pace.ratio(8, 64) == math.inf
-    while math.isinf(pace.ratio(8, 128)):
-        step(8, False)
+        step(256, 0)  # a width that was begun is finished
+        assert pace.ratio(8, 256, 0) < 2
+    assert pace.ratio(8, 128, 0) == pace.ratio(8, 64, 0) == math.inf
+    while math.isinf(pace.ratio(8, 128, 0)):
+        step(8, PLAIN)
     assert 80 < pace._seconds < 81
 
 
@@ -131,20 +131,20 @@ def test_steps_with_prompts_say_nothing_about_pace():
 def test_nothing_is_kept_of_a_request_that_ended():
     drafting, requests = speculator(2)
     tell(drafting, requests, 8, 1.0, drafts=3, accepted=3)
-    assert set(drafting._records) == set(requests)
+    assert set(drafting._histories) == set(requests)
     requests.clear()
-    assert not drafting._records
+    assert not drafting._histories
 
 
 def test_tokens_that_a_constraint_puts_behind_a_draft_are_not_its_merit():
     drafting, (request,) = speculator()
     (draft,) = drafting.propose([(request, 3)])
-    before = drafting._record(request).rate
+    before = drafting._history(request).records[0].rate
     segment = Segment(request, 10, 9, (), draft_token_ids=[*draft, 7, 7, 7, 7, 7])
     drafting.record(SchedulerOutput([segment], 0, 9), [1], None)
-    assert drafting._record(request).rate < before
+    assert drafting._history(request).records[0].rate < before
     drafting.record(SchedulerOutput([segment], 0, 9), [8], None)
-    assert drafting._record(request).accepted == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)
+    assert drafting._history(request).records[0].accepted == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)
 
 
 def test_drafts_that_always_come_true_leave_a_rate_below_one():

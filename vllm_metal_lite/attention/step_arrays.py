@@ -106,7 +106,7 @@ def make_step(
         num_live=mx.array([batch.num_tokens], mx.int32),
         logits_indices=logits_indices,
         plan=plan,
-        pools=batch.pooled is not None,
+        returns_hidden=batch.pooled is not None,
         pictures=None if batch.pictures is None else _on_device(batch.pictures, num_rows),
     )
 

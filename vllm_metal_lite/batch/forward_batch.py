@@ -14,6 +14,9 @@ UNKNOWN_TOKEN = -1
 # In draft_token_ids: no draft follows this row.
 NO_DRAFT = -1
 
+# A draft that a model makes: the host does not have it yet.
+UNKNOWN_DRAFT = -2
+
 # The initial state slot of a segment that starts from zeros.
 EMPTY_SLOT = -1
 
@@ -65,7 +68,8 @@ class ForwardBatch:
     score the next prompt token for prompt log-probabilities.
     sample_segments: (T,) int32, the terminal segment of each sampled row.
     draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT after the
-    last row of a segment; empty for a step without drafts.
+    last row of a segment; empty for a step without drafts.  All its drafts may be UNKNOWN_DRAFT.
+    next_token_ids: (N,) int32, the token after each row, where it is known.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
     pooled: the rows that pooling requests read; None if the step has none.
@@ -83,6 +87,7 @@ class ForwardBatch:
     num_decodes: int
     logits_indices: np.ndarray
     sample_segments: np.ndarray
+    next_token_ids: np.ndarray
     prompt_targets: np.ndarray
     prompt_segments: np.ndarray
     initial_slots: np.ndarray

@@ -53,6 +53,7 @@ class LoadedModel:
     pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
     config: config.json as mlx-lm completes it, with the code that comes with the model.
     folder: the model's files; None for a model that was made in memory.
+    drafter: the model that drafts this model's tokens, see model/drafter.py.
     """
 
     name: str
@@ -72,15 +73,18 @@ class LoadedModel:
     no_answers: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    drafter: "LoadedModel | None" = None
 
     @property
     def kv_specs(self) -> list[LayerSpec]:
-        """The layers of the store."""
-        return [replace(spec, bits=self.kv_bits) for spec in self.packed.layout.specs]
+        """The layers of the store: the model's, then the drafter's."""
+        specs = [*self.packed.layout.specs, *(self.drafter.kv_specs if self.drafter else ())]
+        return [replace(spec, bits=self.kv_bits) for spec in specs]
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
-        return [replace(shape, kv_bits=self.kv_bits) for shape in self.usage.shapes]
+        shapes = [*self.usage.shapes, *(self.drafter.attention_shapes if self.drafter else ())]
+        return list(dict.fromkeys(replace(shape, kv_bits=self.kv_bits) for shape in shapes))
 
     @property
     def vocab_size(self) -> int:

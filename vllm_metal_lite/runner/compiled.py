@@ -29,7 +29,7 @@ _MAX_VARIANTS = 64
 
 State = list[mx.array]
 # What a forward returns: the logits (R, vocab_size) of `logits_indices`; a list with the hidden
-# states (N, 1, hidden_size) of all rows if the step pools, else an empty list; the next state.
+# states (N, 1, hidden_size) of all rows if the step returns them, else an empty list; the state.
 Result = tuple[mx.array, list[mx.array], State]
 Forward = Callable[[DeviceBatch, State], Result]
 
@@ -60,7 +60,7 @@ class CompiledSteps:
         """Build the forward of a step."""
         attention = self.attention.begin(step, state)
         logits, hidden = self.model(attention, step.logits_indices, self.fusion)
-        if not step.pools:
+        if not step.returns_hidden:
             return logits, [], attention.state
         if hidden is None:
             raise RuntimeError("this model's head takes no hidden states that can be read")

@@ -15,8 +15,10 @@ from typing import Any
 
 from tools.bench.lib.shapes import SHAPES, random_config
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.model.drafter import attach
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load
+from vllm_metal_lite.model.trained_heads import new_head
 
 # isort: split
 import mlx.nn as nn
@@ -106,6 +108,12 @@ def random_weights(
             _, config = quantize_model(model, config, 32, 4, "mxfp4", quant_predicate=experts)
         elif bits:
             _, config = quantize_model(model, config, 64, int(bits))
+    fill_all(model, dtype)
+    return model, config
+
+
+def fill_all(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a model random weights, quantised ones too, see `random_weights`."""
     model.eval()  # mlx-lm's recurrent layers have no kernels in training
     mx.random.seed(0)
     quantised = {path: m for path, m in model.named_modules() if "scales" in m}
@@ -118,7 +126,17 @@ def random_weights(
     fill(model, dtype, of_words)
     model.update(tree_unflatten(made))
     mx.clear_cache()
-    return model, config
+
+
+def with_random_head(model: LoadedModel, bits: str | int | None = None) -> LoadedModel:
+    """The model with a trained head of random weights."""
+    head = new_head(model.packed.model, model.config)
+    if head is None:
+        raise MetalLiteError(f"{model.name}: no trained heads are known for its family")
+    if bits:
+        nn.quantize(head, 64, int(bits))
+    fill_all(head, model.dtype)
+    return attach(model, from_model(head, None, model.config, f"the head of {model.name}"))
 
 
 def random_model(
