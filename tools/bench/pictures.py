@@ -217,7 +217,7 @@ def main() -> int:
         say(f"without mlx-vlm: {e}")
     eyes = random_eyes(model.config, dtype, vlm, native(model))
     sections = rotary_sections(model.config)
-    model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)
+    model.packed.axis_of_frequency = axis_of_frequency(sections)
     loads = Loads(pictures, args.requests)
     config = EngineConfig(
         max_num_seqs=args.requests + _NEWCOMERS,
@@ -226,7 +226,7 @@ def main() -> int:
         speculate="off",  # random weights repeat themselves
     )
     with (
-        patch("vllm_metal_lite.images.eyes.attach", lambda _: eyes),
+        patch("vllm_metal_lite.images.eyes.attach", lambda *_: eyes),
         trusted() if args.trusted else nullcontext(),
     ):
         ours = SeeingEngine(LLMEngine(model, config), pictures)
