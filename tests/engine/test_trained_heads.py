@@ -244,3 +244,18 @@ def test_what_cannot_draft_is_refused_by_name(target, write, problem, tmp_path):
     model = load(str(tiny.write_folder(tmp_path / "model", target)))
     with pytest.raises(ModelLoadError, match=problem):
         with_drafter(model, str(own))
+
+
+def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):
+    model = load(str(folders("glm4_moe")))
+    engine = drafting(model, share=0.0)  # each decode is launched ahead
+    drafter, followed = engine.runner.drafter, []
+    follow = drafter.follow
+    drafter.follow = lambda *args: followed.append(1) or follow(*args)
+    prompts = tiny.prompts(1, 5, 5, seed=2)
+    answers = tiny.answers(engine, prompts, tiny.greedy(90, ignore_eos=True))
+    assert answers == tiny.all_alone("glm4_moe", prompts, 90)
+    assert 60 < len(followed) < 70 < engine.metrics()["steps"]
+    engine.in_flight.speculator.share = 1.0  # drafts begin again
+    assert tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True)) == [answers[0][:20]]
+    assert engine.metrics()["draft_tokens"] > 20

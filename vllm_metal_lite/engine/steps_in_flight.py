@@ -26,6 +26,9 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
+# The drafter follows this number of steps after the last one that got its drafts.
+_PATIENCE = 64
+
 
 class StepsInFlight:
     """Runs scheduled steps, at most two at a time.
@@ -87,7 +90,8 @@ class StepsInFlight:
         runner, size = self.pipeline.runner, self.inputs.block_size
         assert runner.drafter is not None, "these drafts are the drafter's"
         found: list[list[int]] = [[] for _ in wanted]
-        which = [i for i, (request, _) in enumerate(wanted) if request in self._last_rows]
+        known = self._last_rows if runner.drafter.can_draft else ()
+        which = [i for i, (request, _) in enumerate(wanted) if request in known]
         requests = [wanted[i][0] for i in which]
         seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
         rows = np.array([self._last_rows[request] for request in requests], np.int32)
@@ -137,6 +141,7 @@ class StepsInFlight:
             answer = self._answers[request.request_id]
             self.seats.add(answer)
             answer.report_cached(self._prefix_disk.restored_tokens(request))
+        self._choose_to_follow(output)
         batch = self.seats.pack(output)
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         batch = with_pictures(batch, [s.request.pictures for s in output.segments], self._eyes)
@@ -149,6 +154,14 @@ class StepsInFlight:
         if any(request in self.constraints for request in requests):
             masks = partial(self._masks, requests, batch.draft_token_ids.tolist())
         self.pipeline.launch(batch, scored, masks)
+
+    def _choose_to_follow(self, output: SchedulerOutput) -> None:
+        """Whether the drafter follows the step.  It leaves out decodes that are launched ahead
+        while no drafts of its own pay."""
+        drafter, speculator = self.pipeline.runner.drafter, self.speculator
+        if drafter is not None and speculator is not None:
+            ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
+            drafter.follows = not ahead or speculator.num_since_model < _PATIENCE
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""

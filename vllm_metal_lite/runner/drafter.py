@@ -63,7 +63,9 @@ class _Followed(NamedTuple):
 
 
 class Drafter:
-    """A drafter over the store of its model."""
+    """A drafter over the store of its model.  follows: whether it runs over the next step."""
+
+    follows = True
 
     def __init__(self, model: PackedModel, attention: Attention, padded: Callable[[int], int]):
         self._model, self._attention, self._padded = model, attention, padded
@@ -73,6 +75,11 @@ class Drafter:
     @property
     def takes_hidden(self) -> bool:
         return self._model.takes_hidden
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the drafter has followed the last step."""
+        return self._last is not None
 
     def forget(self) -> None:
         """Drop the last step: its lazy arrays would hold the store's."""

@@ -148,7 +148,7 @@ class ModelRunner:
             result = self._sample_and_score(batch, built, num_prompt_logprobs, masks)
             result.input_ids = step.token_ids
             state = built[-1]
-            if self.drafter is not None:
+            if self.drafter is not None and self.drafter.follows:
                 state = self.drafter.follow(step, built, result)
             self._submit(result, state)
             return result

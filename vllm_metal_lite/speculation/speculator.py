@@ -18,7 +18,8 @@ from vllm_metal_lite.speculation.lookup import look_up
 
 _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
-_MIN_KNOWN = 4
+_MIN_KNOWN = 6
+_FORGET = 256  # after this number of steps, the oldest time of each drafted width is forgotten
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 _TRIES = 0.1
 PLAIN = -1  # no drafts
@@ -42,6 +43,7 @@ class Pace:
         self._times: dict[tuple[int, int], deque[float]] = {}  # by (num_model_drafts, width)
         # The seconds of all steps, and of drafted steps whose width was not known.
         self._seconds = self._tried = 0.0
+        self._num_steps = 0
 
     def record(self, num_rows: int, num_model_drafts: int, seconds: float) -> None:
         key = num_model_drafts, width(num_rows)
@@ -49,6 +51,11 @@ class Pace:
         self._seconds += seconds
         self._tried += seconds * (num_model_drafts != PLAIN and len(times) < _MIN_KNOWN)
         times.append(seconds)
+        self._num_steps += 1
+        if self._num_steps % _FORGET == 0:  # what was slow once is tried again
+            for (drafts, _), found in self._times.items():
+                if drafts != PLAIN and found:
+                    found.popleft()
 
     def ratio(self, num_decodes: int, num_rows: int, num_model_drafts: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
@@ -150,6 +157,7 @@ class Speculator:
         self.pace = Pace()
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # in the last draft
+        self.num_since_model = 0  # steps since the model made drafts
         self._turn = 0
 
     def wants(self, decodes: Sequence[Request]) -> bool:
@@ -178,6 +186,7 @@ class Speculator:
             if by_drafter > looked_up:
                 asked.append((i, lengths[1]))
         self._num_model_drafts = by_model if asked else 0
+        self.num_since_model = 0 if asked else self.num_since_model
         if asked:
             assert self._draft_by_model is not None, "a model was chosen"
             made = self._draft_by_model([(requests[i], count) for i, count in asked])
@@ -229,6 +238,7 @@ class Speculator:
     ) -> None:
         """Record a step.  accepted: for each request with drafts, in order, how many were accepted.
         seconds: None if the step's time is not known."""
+        self.num_since_model += 1
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
             history = self._history(segment.request)
