@@ -38,6 +38,8 @@ NAME_BYTES = 1 << 20
 FEATURE_BYTES = 256 << 20
 # Bytes of prepared pictures that a server's engine keeps, so that a turn need not send them again.
 SENT_BYTES = 128 << 20
+# Sizes that give more tiles, or more rows of Gemma 4, than a square: 4 x 3, 10 x 7 and 5 x 2.
+_LARGEST = (2308, 1731), (2390, 1673), (3160, 1264)
 
 
 class ByBytes(Generic[T]):
@@ -115,12 +117,13 @@ class Processor:
 
     @property
     def most_patches(self) -> int:
-        """Those of the largest picture that a request may have, a square."""
+        """Those of the largest picture that a request may have, with all of its tiles."""
         side = math.isqrt(MAX_PIXELS)
         if self.family.rotates_by_grid:  # such a picture keeps its size, so preparing it is slow
             return int(self._processor.get_number_of_image_patches(side, side, {}))
-        black = Picture(np.zeros((side, side, 3), np.uint8), b"")
-        return len(preprocess(self.family, self._processor, black).patches)
+        sizes = [(side, side), *_LARGEST]
+        black = (Picture(np.zeros((*size, 3), np.uint8), b"") for size in sizes)
+        return max(len(preprocess(self.family, self._processor, p).patches) for p in black)
 
     @property
     def scale_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
