@@ -59,7 +59,7 @@ def test_packed_pictures_are_those_of_a_whole_forward(name: str, options: dict[s
         assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", ("qwen3_vl", *SEES))
+@pytest.mark.parametrize("name", ["qwen3_vl", *SEES])
 def test_compiled_steps_see_each_its_own_picture(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
