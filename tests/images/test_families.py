@@ -187,7 +187,7 @@ def test_a_picture_that_is_too_narrow_is_refused(tmp_path: Path) -> None:
         ("mistral3", "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"),
         (
             "gemma3",
-            "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n",
+            "\n\n<start_of_image>" + "<image_soft_token>" * 6 + "<end_of_image>\n\n",
         ),
     ],
 )

@@ -192,20 +192,17 @@ def too_many(most: int, count: int) -> str:
 
 def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
     """The eyes of a model, or the reason why it takes no pictures, which is logged once if the
-    model's files have a tower that does not load.
+    model has a tower.
 
     max_pictures: the most of one prompt; 0: the tower is not loaded.
     """
     name, folder = model.name, model.folder
     try:
         family = find_family(model.config)
-    except RequestError as e:
-        return NoEyes(f"{name} takes no pictures here: {e}")
-    if family is None:
-        return NoEyes(f"{name} takes text only")
-    if not max_pictures:
-        return NoEyes(f"{name} takes no pictures here: limit_mm_per_prompt is 0")
-    try:
+        if family is None:
+            return NoEyes(f"{name} takes text only")
+        if not max_pictures:
+            return NoEyes(f"{name} takes no pictures here: limit_mm_per_prompt is 0")
         if folder is None or model.ranks.size > 1 or model.packed.mode is not Mode.PACKED:
             raise ValueError("it is divided, loaded without its files, or not packed")
         tower = read_tower(family, folder, model.config)
@@ -213,14 +210,14 @@ def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
         processor = Processor(family, folder)
         eyes = Eyes(processor, tower, max_pictures)
         eyes.peak_bytes = peak_bytes(tower, processor.most_patches)
+        if family.rotates_by_grid:
+            sections = rotary_sections(model.config)
+            model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     except Exception as e:  # files of others fail in any way
         reason = f"{name} takes no pictures here: {one_line(e)}"
         logger.warning(reason)
         return NoEyes(reason)
     model.packed.spans = family.sees_whole_picture
-    if family.rotates_by_grid:
-        sections = rotary_sections(model.config)
-        model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     return eyes
 
 
