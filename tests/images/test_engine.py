@@ -308,7 +308,7 @@ def test_a_model_without_eyes_says_so() -> None:
 def test_a_model_whose_tower_cannot_be_read_answers_text(
     config: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reason is logged, and loading goes on."""
+    """The reason is logged, and loading continues."""
     model: Any = SimpleNamespace(name="m", folder=None, config={"vision_config": {}, **config})
     with caplog.at_level("WARNING", "vllm_metal_lite"):
         eyes = attach(model, 1)

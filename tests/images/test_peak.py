@@ -38,12 +38,15 @@ GRIDS = {
     InternTower: [(*NO_TILES, SIDE), ((1, 4), SIDE, SIDE)],
     Lfm2Tower: [(*NO_TILES, (12, 6)), ((2, 2), SIDE, (20, 18)), ((2, 2), SIDE, SIDE)],
 }
-OTHERS = [(*NO_TILES, (12, 12)), (*NO_TILES, (24, 18))]
+OTHERS = [(*NO_TILES, (24, 18)), (*NO_TILES, SIDE)]
+# Of 4 x 4 rows: a grid of 24 x 18 patches, 12 x 9 rows, fills them up by a third.
+WINDOWS = {"window_size": 14 * 2 * 4, "fullatt_block_indexes": [1]}
 UNIFIED = {"patch_size": 14, "pooling_kernel_size": 3, "mm_embed_dim": 960, "mm_posemb_size": 64}
 
 
 def tower_of(kind: type[Tower], vision: dict[str, Any], dtype: mx.Dtype) -> Tower:
     vision = vision | (UNIFIED if kind is Gemma4Embedder else SIZES)
+    vision |= WINDOWS if "window_size" in vision else {}
     text = {"hidden_size": 320, "rms_norm_eps": 1e-5}
     tower = kind({**REST, "vision_config": vision, "text_config": text, "mm_tokens_per_image": 64})
     tower.set_dtype(dtype)
