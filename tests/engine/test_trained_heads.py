@@ -13,6 +13,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.trained_heads import NAMES, Head, write_head
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.drafter import attach, with_drafter
@@ -85,6 +86,7 @@ def test_drafts_equal_the_heads_own_forward(name, folders):
     for known, drafts in made:
         assert drafts == head.drafts(model.packed.model, known, len(drafts))
     assert {len(drafts) for _, drafts in made} >= {1, 3}
+    assert f"Drafts:    at most 3 a step by the head of {model.name}" in describe(engine)
     assert len(made) > 20
 
 
