@@ -42,9 +42,9 @@ def _format(
     before_name, _, after_name = grammar["parameter"].partition("{}")
     tags = Tags(
         end=grammar["parameter_end"].strip(),
+        close=call_end,
         tag_start=before_name.partition(" ")[0],
         tag=f"{before_name}{{}}{after_name[0]}",
-        close=call_end,
         outer=(end, begin) if end else (),
         newlines=newlines,
     )
@@ -54,7 +54,7 @@ def _format(
         while (yield from reader.has(tags.tag_start)):
             key, is_string = yield from _name(reader)
             is_raw = raw[0] != "" and (yield from reader.begins(raw[0]))
-            around = Tags(raw[1], close=tags.end) if is_raw else tags
+            around = Tags(raw[1], tags.end) if is_raw else tags
             yield from read_typed(reader, calls, tool, key, around, is_string)
             if is_raw:
                 yield from reader.expect(tags.end)
@@ -110,7 +110,7 @@ def _glm(name: str, signs: tuple[str, ...], line_break: str, prefix: str = "") -
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
     value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
-    tags = Tags(value_end, key_start, f"{key_start}{{}}{key_end}", end)
+    tags = Tags(value_end, end, key_start, f"{key_start}{{}}{key_end}")
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         name, found = yield from calls.name(key_start, end)
