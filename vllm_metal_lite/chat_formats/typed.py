@@ -142,7 +142,7 @@ def _free_end(
     reader: Reader, tags: Tags, others: Sequence[str], text: str, *, is_whole: bool
 ) -> Reading[str | None]:
     """The end of the value `text` at a mark, corrected where models go wrong: one end or more, ""
-    if the end was forgotten.  None: the value goes on.
+    if the end was forgotten.  None: the value continues.
 
     A value whose end was forgotten ends at the tag of another argument; at the end of the call only
     if the value is whole JSON (is_whole), or if a tag of `outer` follows.
