@@ -1,29 +1,24 @@
-"""Arguments that a format writes as plain text; their types are those of the tool's schema.
+"""Reads arguments that a format writes as plain text; their types are those of the tool's schema.
 
     <parameter=limit>3</parameter>           the number 3, or "3" if the schema has a string
     <parameter=html></parameter></p>...      a value may hold the text that ends values
 
-So two questions have an answer here: where a value ends (`_held_end` where a grammar holds the
-answer, `_free_end` where a model may write anything), and which value its text is (`value_of`).
+So the question is where a value ends: `_held_end` answers where a grammar holds the answer,
+`_free_end` where a model may write anything.  typed_values.py makes a value of the text.
 """
 
-import ast
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from warnings import catch_warnings
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
-from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads_or
+from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
+from vllm_metal_lite.chat_formats.typed_values import is_json, value_of
 
 _JSON_START = re.compile(r"\s*[{\[](?!\s*')")  # Python's strings may have other quotes
-_NO_JSON = object()
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -121,7 +116,7 @@ def _value(
             if is_held:
                 end = yield from _held_end(reader, tags, mark)
             if end is None:
-                is_whole = types != {"string"} and loads_or(_NO_JSON, text.strip()) is not _NO_JSON
+                is_whole = types != {"string"} and is_json(text)
                 end = yield from _free_end(reader, tags, others, text, is_whole=is_whole)
         if end is not None:
             reader.take(len(end))
@@ -182,46 +177,3 @@ def _ends_in_string(text: str, types: Collection[str]) -> bool:
     may be a string is text: its quotes mean nothing."""
     is_text = not types or "string" in types
     return not is_text and _JSON_START.match(text) is not None and '"' in _STRING.sub("", text)
-
-
-def value_of(text: str, types: Collection[str]) -> Any:
-    """A value of one of `types` (none: of any); text that does not fit stays a string."""
-    value = loads_or(_NO_JSON, text.strip())
-    if value is _NO_JSON:
-        value = _of_python(text.strip(), text)
-    kind = JSON_TYPES[type(value)]
-    fits = not types or kind in types or (kind == "integer" and "number" in types)
-    if fits and kind != "string":
-        return value
-    if "integer" in types and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return text  # a string is as written
-
-
-def _of_python(text: str, default: str) -> Any:
-    """A list, a dict or a constant as Python writes it."""
-    if text not in CONSTANTS and text[:1] not in ("{", "["):
-        return default
-    with suppress(Malformed):
-        return python_value(text)
-    return default
-
-
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-CONSTANTS = "True", "False", "None", *_JSON_NAMES
-
-
-class _JsonNames(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def python_value(text: str) -> Any:
-    """The value of a Python literal with a JSON form, or of a JSON constant.  Raises Malformed."""
-    try:
-        with catch_warnings(action="ignore"):  # escapes that Python does not know cause warnings
-            tree = ast.parse(text, mode="eval")
-        value = ast.literal_eval(_JsonNames().visit(tree))
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise Malformed from None
