@@ -14,7 +14,7 @@ import re
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import THINK, ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import parameter_calls
+from vllm_metal_lite.chat_formats.parameter_rules import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
@@ -120,7 +120,7 @@ def _glm(name: str, signs: tuple[str, ...], line_break: str, prefix: str = "") -
             key, found = yield from reader.name(key_end, value_start)
             if found == key_end:  # models forget one of the two
                 yield from reader.has(value_start)
-            yield from read_typed(reader, calls, tool, key, tags)
+            yield from read_typed(reader, calls, tool, key, tags, None)
             more = yield from reader.has(key_start)
         if calls.names:
             yield from reader.expect(end)

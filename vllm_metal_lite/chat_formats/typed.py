@@ -47,12 +47,7 @@ class Tags:
 
 
 def read_typed(
-    reader: Reader,
-    calls: CallWriter,
-    tool: Tool,
-    name: str,
-    tags: Tags,
-    is_string: bool | None = None,
+    reader: Reader, calls: CallWriter, tool: Tool, name: str, tags: Tags, is_string: bool | None
 ) -> Reading[None]:
     """Read the argument `name` and its end.  Strings are passed on as they come.
 
