@@ -7,7 +7,7 @@ read of a cache is noted for the innermost module that runs:
         layer(x, mask, caches[0])            passes the cache on: no user
             attention(x, mask, caches[0])    calls update_and_fetch: a user
 
-A module that sees only packed rows cannot use such a cache, so modes (packed.py) need the users.
+A model that cannot run on packed rows alone (`Mode` in packed.py) calls the users with sequences.
 Nothing is evaluated.
 """
 
