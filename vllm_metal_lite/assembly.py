@@ -5,6 +5,7 @@ without `checks` the kernels are trusted, without `fusion` nothing is fused, wit
 nothing is kept on the disk, and without `images` no model sees.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -27,6 +28,8 @@ from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.step_limit import StepLimit
 
+logger = logging.getLogger(__name__)
+
 
 class Parts(NamedTuple):
     """The parts of an engine that depend on the device and on the rooms that are installed."""
@@ -39,9 +42,10 @@ class Parts(NamedTuple):
 
 def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
     """Size the store, and build the parts around it.  Raises OutOfMemoryError and ConfigError."""
+    logger.info("building the engine", extra={"transient": True})
     eyes = _eyes(model, config)
     held = replace(model, weight_bytes=model.weight_bytes + eyes.num_bytes)
-    groups, max_model_len, num_state_slots = size_store(held, config)
+    groups, max_model_len, num_state_slots = size_store(held, config, picture_peak=eyes.peak_bytes)
     backend.set_memory_limits()
     states = model.packed.state_store(num_state_slots)
     store = PagedStore(model.kv_specs, groups, config.block_size, states=states)
@@ -103,7 +107,8 @@ def build_runner(
                 path, is_decided = replace(path, fusion=fusion), True
             except KernelError as e:  # in the trial of the fused launches
                 path = path.fallback(e)
-    return ModelRunner(model.packed, path, sampler, model.ranks)
+    drafting = model.drafter.packed if model.drafter else None
+    return ModelRunner(model.packed, path, sampler, model.ranks, drafting)
 
 
 def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> StepPath:

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from vllm_metal_lite.errors import ConfigError, Option
-from vllm_metal_lite.rules import Flag, apply_rules, choice, counts, integer, number, switch
+from vllm_metal_lite.errors import ConfigError, Option, show
+from vllm_metal_lite.rules import Flag, apply_rules, choice, counts, integer, number, switch, text
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)
+SPECULATIVE_METHODS = ("ngram", "mtp", "draft_model")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # The largest product of a chunk's tokens and the tokens of context before them.  One step's
@@ -26,9 +27,36 @@ MM_LIMITS = {"image": 100, "audio": 0, "video": 0}
 
 # A request has at most this number of drafts in a step.
 MAX_DRAFT = 31
+# A drafter makes at most this number of drafts for a request in a step.
+MAX_MODEL_DRAFTS = 7
 # At most this number of rows get logits, unless more requests decode: a row's logits take a
 # vocabulary of memory.
 _MAX_LOGITS_ROWS = 256
+
+
+def speculative_options(config: Any) -> dict[str, Any]:
+    """The fields of EngineConfig for vLLM's `speculative_config`.  Raises ConfigError.
+
+    config: a dict with "method" ("ngram", "mtp" or "draft_model"), and perhaps with "model" and
+    "num_speculative_tokens".
+    """
+    name = Option("speculative_config")
+    if not isinstance(config, Mapping):
+        raise ConfigError(name, f" must be a dict, got {show(config)}")
+    known = ("method", "model", "num_speculative_tokens")
+    for key in config:
+        if key not in known:
+            raise ConfigError(name, f" has no {show(key)}, only {', '.join(known)}")
+    method, model = config.get("method", "draft_model"), config.get("model")
+    if method not in SPECULATIVE_METHODS:
+        allowed = ", ".join(SPECULATIVE_METHODS)
+        raise ConfigError(name, f": method must be one of {allowed}, got {show(method)}")
+    if method == "draft_model" and model is None:
+        raise ConfigError(name, ': method "draft_model" needs a model')
+    options = {k: v for k, v in config.items() if k == "num_speculative_tokens"}
+    if method == "ngram":
+        return {**options, "speculate": "lookup"}
+    return {**options, "draft_model": model}
 
 
 @dataclass(frozen=True)
@@ -48,6 +76,8 @@ class EngineConfig:
     kv_bits: see `kv/row_format.py`.
     attention "auto": on a GPU, the kernels of metal/ that agree with the reference there.
     speculate "auto": where several tokens a step are faster; the tokens stay the same.
+    draft_model None: trained heads in the model's folder draft, if there are any; see
+    docs/speculation.md.
     limit_mm_per_prompt: by vLLM's names; {"image": 8} allows eight pictures a prompt.
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
@@ -99,9 +129,19 @@ class EngineConfig:
     ] = "auto"
     speculate: Annotated[
         str,
-        choice("off", "auto"),
-        Flag("NAME", "{allowed}: several tokens a step where text repeats"),
+        choice("off", "lookup", "auto"),
+        Flag("NAME", "{allowed}: several tokens a step; lookup: only where text repeats"),
     ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        text(),
+        Flag("NAME", "model or trained heads that draft (default: heads in the model's folder)"),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int,
+        integer(1, MAX_MODEL_DRAFTS),
+        Flag("N", "most drafts of a request by heads or a draft model"),
+    ] = 3
     limit_mm_per_prompt: Annotated[
         Mapping[str, int],
         counts(MM_LIMITS),

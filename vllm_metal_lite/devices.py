@@ -39,10 +39,10 @@ class DeviceProfile:
     # `shared_prefix`; a lane of Apple's GPUs has 256 for everything.  If a head needs more, two
     # simdgroups share its rows.
     prefill_registers: int = 160
-    # Threadgroups of `shared_prefix` that keep the device busy.  Each uses more memory than one of
-    # `paged_decode`, and waits for one tile of keys at a time.
+    # Threadgroups of `varlen_prefill` in splits, and of `shared_prefix`, that keep the device busy.
+    # Each uses more memory than one of `paged_decode`, and waits for one tile of keys at a time.
     prefix_fill: int = 128
-    # The fewest keys in a split of a shared prefix.
+    # The fewest keys in such a split.
     min_prefix_split_keys: int = 128
     # Rows from which a simdgroup of `rope_write` handles several heads.  With fewer rows,
     # parallelism is worth more than sharing a sine between heads.
@@ -70,8 +70,8 @@ class DeviceProfile:
 
     # Prompts
 
-    # Rows: the largest step whose prompt rows are attended to as decodes.  Launches cost such a
-    # step more than reading keys several times.
+    # Rows: the largest step whose prompt rows are attended to as decodes, or in splits.  Launches
+    # cost such a step more than reading keys several times.
     rows_as_decodes: int = 64
     # Keys: the most that these rows may read beyond their shared prefix, in total.
     max_own_keys: int = 1 << 14

@@ -170,6 +170,8 @@ class KernelUse:
     hidden_sizes: the sizes of rows whose residual sum is normalised.  weights: the weights of
     linear layers that `skinny_gemm` could serve.  shares_prefix: whether requests may share blocks.
     recurrences: the operations of layers that keep states.  experts: the mixtures of experts.
+    spans: where rows of a picture see each other: in "all" layers, in those with a "sliding"
+    window, or in none ("").
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -180,3 +182,4 @@ class KernelUse:
     shares_prefix: bool = True
     recurrences: tuple[RecurrentShape, ...] = ()
     experts: tuple[ExpertShape, ...] = ()
+    spans: str = ""

@@ -1,4 +1,7 @@
-"""Rows of prompts in small steps, attended to as decodes that share the keys before their chunk."""
+"""Rows of prompts in small steps, attended to as decodes that share the keys before their chunk, or
+in splits of their context, which is read once for all rows of a request."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import LLMEngine, SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.step_arrays import as_decodes
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.registry import Verdict
 
@@ -41,6 +45,11 @@ def test_every_row_sees_what_it_saw(segments):
 
 
 # Attention
+
+
+def with_drafts(batch: ForwardBatch) -> ForwardBatch:
+    """A step with drafts has no decodes, so that its shapes repeat."""
+    return replace(batch, num_decodes=0)
 
 
 class DecodesCase(KernelCase):
@@ -79,10 +88,11 @@ def test_a_quantised_store(bits):
         check(DecodesCase([(9, 1), (21, 9)], dim=96, v_dim=80, bits=bits), window=11)
 
 
-def prepared(segments, padding=0):
+def prepared(segments, padding=0, drafts=False, **options):
     case = Case(segments)
-    attention = KernelAttention(case.store, "gather", case.shapes)
-    return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
+    attention = KernelAttention(case.store, "gather", case.shapes, **options)
+    batch = with_drafts(case.batch) if drafts else case.batch
+    return attention.prepare(batch, batch.num_tokens + padding).plan
 
 
 def test_only_small_steps(monkeypatch):
@@ -102,6 +112,66 @@ def test_only_small_steps(monkeypatch):
     assert prepared(chunk).prompts is not None
     change_device(monkeypatch, min_saved_for_prompts=8 // BLOCK_SIZE * BLOCK_SIZE)
     assert prepared(chunk).prompts is None
+
+
+class SplitCase(KernelCase):
+    """Rows of drafts behind long contexts."""
+
+    rows_as_decodes = LIMIT
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.batch = with_drafts(self.batch)
+
+    def run(self, padding=0, **how):
+        out = super().run(padding, **how)
+        plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
+        assert plan.decodes is None
+        assert plan.repeats
+        assert set(plan.prompts.splits.values()) == {2}
+        return out
+
+
+# Requests with drafts, and two without.
+DRAFTED = [(300, 4), (130, 1), (0, 8), (77, 1)]
+
+
+@needs_host
+@pytest.mark.parametrize("how", [{}, {"window": 90}, {"softcap": 2.0, "window": 5}], ids=str)
+@pytest.mark.parametrize("bits", [None, 8])
+def test_long_contexts_are_read_once_for_all_rows_of_a_request(monkeypatch, how, bits):
+    change_device(monkeypatch, min_split_context=128)
+    case = SplitCase(DRAFTED, sinks=True, bits=bits)
+    with installed():
+        check(case, padding=3, **how)
+
+
+def test_where_rows_are_decodes_and_where_contexts_are_read_once(monkeypatch):
+    change_device(monkeypatch, min_split_context=128)
+    assert not prepared([(300, 4)]).decodes
+    assert not prepared([(300, 4), (40, 1)], padding=LIMIT - 5, drafts=True).decodes
+    assert not prepared([(300, 4)], padding=LIMIT - 3).repeats, "too many rows"
+    assert prepared([(100, 4)]).decodes, "too short to be split"
+    assert not prepared([(5, 1), (300, 4)]).prompts, "decodes of one launch"
+    for kernel in ("split_prefill", "varlen_prefill", "merge_partitions", "shared_prefix"):
+        kept = prepared([(300, 4)], failed_kernels=[kernel])
+        assert bool(kept.decodes) == (kernel != "shared_prefix")
+    change_device(monkeypatch, max_own_keys=0)
+    both = prepared([(5, 1), (300, 4)])
+    assert (both.num_decodes, set(both.prompts.splits.values())) == (1, {2})
+
+
+def test_requests_with_drafts_that_share_a_prefix_read_it_once_for_all(monkeypatch):
+    change_device(monkeypatch, min_split_context=128, min_saved_for_prompts=256)
+    case = Case([(300, 2), (300, 2)])
+    attention = KernelAttention(case.store, "gather", case.shapes)
+    tables = case.batch.block_tables.copy()
+    tables[:, 1, : 288 // BLOCK_SIZE] = tables[:, 0, : 288 // BLOCK_SIZE]
+    batch = replace(case.batch, block_tables=tables)
+    assert attention.prepare(case.batch, 4).plan.prompts
+    plan = attention.prepare(batch, 4).plan
+    assert plan.decodes.prefix
+    assert not plan.prompts
 
 
 def test_decodes_alone_are_what_they_were():

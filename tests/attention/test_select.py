@@ -128,9 +128,9 @@ def test_any_other_kernel_is_replaced_alone(caplog, name, option):
     )
     assert (attention.name, attention.failed_kernels) == ("kernels", {name})
     assert attention.prefill == ("varlen" if name.startswith("kv_gather") else "gather")
-    alone = name in ("shared_prefix", "paged_decode")
-    assert attention.shares == [not alone]
-    alone |= name == "latent_attention"
+    shares = name not in ("shared_prefix", "paged_decode", "varlen_prefill")
+    assert attention.shares == [shares]
+    alone = name in ("paged_decode", "latent_attention")
     assert (attention.prepare(make_batch([(0, 3)]), 3).plan.prompts is not None) == alone
     assert f"without {name}, the others correct" in reason
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.chat import guided
 from tests.support.chat.byte_tokenizer import tokenizer_of
-from tests.support.chat.guided import guided_answer, tempted_answer
+from tests.support.chat.guided import tempted_answer
 from tests.support.chat.text import TOOLS, parse
 from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
@@ -143,28 +143,6 @@ def test_calls_are_read_as_they_were_meant(name, tool):
     assert accepts(name, write(name, call), tools=[tool])
     assert parse(FORMATS[name], WRITERS[name]([call]), [tool]).called == [call]
     assert not accepts(name, write(name, (tool.name, {})), tools=[tool])
-
-
-@pytest.mark.parametrize("name", [n for n in WRITERS if n != "harmony"])
-@pytest.mark.parametrize("tool", [RICH, TOOLS[1], REFERRING, ODD, EITHER], ids=lambda t: t.name)
-def test_random_answers_are_calls_by_the_schema(name, tool):
-    """Not of Harmony, where only special tokens end a text: tests/server/test_real_models.py."""
-    tokenizer = llguidance.LLTokenizer("byte")
-    compiled: Future[llguidance.LLMatcher] = Future()
-    compiled.set_result(
-        llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}, ""))
-    )
-    flat = {"cmd": "ls", "dry": True, "mode": "fast", "note": "a"}
-    values = EXAMPLES.get(tool.name, flat)
-    wanted = write(name, (tool.name, values)).encode()
-    for seed in range(10):
-        constraint = grammar.GrammarConstraint(compiled, tokenizer.vocab_size)
-        ends, rng, size = [tokenizer.eos_token], random.Random(seed), tokenizer.vocab_size
-        answer = bytes(guided_answer(constraint, size, ends, wanted, b"\"'}]", rng)).decode()
-        said = parse(FORMATS[name], answer, [tool])
-        assert said.calls, answer
-        for _, arguments in said.called:
-            jsonschema.validate(arguments, tool.parameters)
 
 
 # Where the markers are special tokens of the tokenizer

@@ -1,26 +1,25 @@
 """Each format holds a call to its tool's schema, or refuses the schema: random walks."""
 
-import asyncio
-import random
 from dataclasses import replace
-from itertools import product
 
 import jsonschema
-import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from tests.support.chat.text import parse
-from tests.support.chat.writers import WRITERS
+from tests.chat_formats.test_grammars import EITHER, ODD, REFERRING, RICH
+from tests.support.chat.json_schemas import schemas
+from tests.support.chat.text import TOOLS, parse
+from tests.support.chat.writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
-from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
+from vllm_metal_lite.chat_formats.tool import Tool
 
 llguidance = pytest.importorskip("llguidance")
 structured = pytest.importorskip("vllm_metal_lite.server.structured")
 
-# In a text without tokens for markers only Harmony's JSON is held: tests/server/test_answer_form.py
-NAMES = [name for name in WRITERS if name != "harmony"]
-TOKENIZER = llguidance.LLTokenizer("byte")
-REQUIRED = ToolChoice("required", parallel=False)
+walks_of = pytest.importorskip("tests.support.chat.walks")
+
+walks, compiled, REQUIRED = walks_of.walks, walks_of.compiled, walks_of.REQUIRED
+NAMES = list(WRITERS)
 TEXT, INT, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 
 
@@ -62,6 +61,11 @@ SCHEMAS = {
     "many values": one({"enum": [f"value {i}" for i in range(2500)]}),
     "marks in values": one({"enum": ["</parameter>", '<|"|>', "it's", 'a"b', "\\", "a</b>"]}),
     "values that are objects": one({"enum": [{"a": [None, True, "'"]}, [1.0], -1]}),
+    "shared parts": RICH.parameters,
+    "parts that refer to parts": REFERRING.parameters,
+    "odd names": ODD.parameters,
+    "a root that refers": EITHER.parameters,
+    "many types": TOOLS[1].parameters,
     "either": one(TEXT) | {"anyOf": [{"required": ["y"]}, {"properties": {"y": INT}}]},
 }
 # These no format holds.
@@ -71,70 +75,44 @@ BAD = {
     "propertyNames": one(INT, propertyNames={"maxLength": 1}), "strng": one({"type": "strng"}),
     "dependentRequired": one(INT, dependentRequired={"x": ["y"]}), "enum": one({"enum": "abc"}),
     "unevaluated": one(INT, unevaluatedProperties=False), "missing": one({"$ref": "#/$defs/z"}),
-    "uniqueItems": one({"type": "array", "uniqueItems": True}), "itself": one({"$ref": "#"}),
+    "contains": one({"type": "array", "contains": {}}), "itself": one({"$ref": "#"}),
     "required": ENDLESS | {"properties": {"x": {"$ref": "#/$defs/n"}}},
     "items": ENDLESS | {"properties": {"x": {"items": {"$ref": "#/$defs/n"}}}},
 }  # fmt: skip
-
-
-def compiled(name, tool):
-    """The grammar of a call of a tool, compiled; None: the schema is refused."""
-    try:
-        form = structured.answer_form(FORMATS[name], {}, [tool], REQUIRED, None)
-        asyncio.run(structured.check_calls(form, [tool]))
-    except structured.ApiError:
-        return None
-    return llguidance.LLMatcher(TOKENIZER, form.grammar)
-
-
-QUOTES = {"gemma4": '<|"|>', "function_gemma": "<escape>"}
-LIKELY = b"ab123 /\n\"'\\tn}]),"
-
-
-def walk(matcher, rng, ends):
-    """A random answer that follows a grammar; it ends, by one of `ends`, soon after it can."""
-    answer, num_free = b"", rng.randrange(12)
-    while len(answer) < 4000:
-        for end in ends if num_free <= 0 else ():
-            last = matcher.deep_copy()
-            if last.try_consume_tokens([*end]) == len(end) and last.is_accepting():
-                return answer + end
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        if allowed == [TOKENIZER.eos_token]:
-            return answer
-        likely = [byte for byte in allowed if byte in LIKELY]
-        byte = rng.choice(likely if likely and rng.random() < 0.9 else allowed)
-        if byte == TOKENIZER.eos_token:
-            return answer
-        num_free -= len(allowed) > 1
-        assert matcher.consume_token(byte)
-        answer += bytes([byte])
-    raise AssertionError(answer)
-
-
-def walks(name, tool, count):
-    """Random calls of a tool, and their arguments as the format's reader reads them."""
-    if (found := compiled(name, tool)) is None:
-        return
-    _, tail = WRITERS[name]([(tool.name, {"x": 987})]).encode().split(b"987")
-    closing = QUOTES.get(name, '"'), "'", "]", "}"
-    closers = ["".join(some) for count in range(4) for some in product(closing, repeat=count)]
-    ends = [closer.encode() + tail for closer in closers]
-    for seed in range(count):
-        answer = walk(found.deep_copy(), random.Random(seed), ends)
-        said = parse(FORMATS[name], answer.decode(errors="replace"), [tool], is_held=True)
-        assert said.calls, answer
-        yield answer, said.called[0][1]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_calls_are_valid_or_the_schema_is_refused(name, kind):
     tool = Tool("put", "", SCHEMAS[kind], strict=True)
-    for answer, arguments in walks(name, tool, 6):
+    for answer, arguments in walks(name, tool):
         errors = [*jsonschema.Draft202012Validator(tool.parameters).iter_errors(arguments)]
         assert not errors, (answer, arguments, errors[0].message)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=max(walks_of.WALKS, 12), deadline=None)
+@given(schema=schemas)
+def test_calls_of_random_schemas_are_valid(name, schema):
+    parts = {key: value for key, value in schema.items() if key != "$defs"}
+    tool = Tool("put", "", one(parts) | {"$defs": schema["$defs"]}, strict=True)
+    for answer, arguments in walks(name, tool, 2):
+        errors = [*jsonschema.Draft202012Validator(tool.parameters).iter_errors(arguments)]
+        assert not errors, (answer, arguments, errors[0].message)
+
+
+@pytest.mark.parametrize("name", RAW_STRINGS)
+@pytest.mark.parametrize("limits", [{"pattern": "a|b/"}, {"minLength": 60}], ids=str)
+def test_a_string_ends_at_its_mark_whatever_its_limits_are(name, limits):
+    tool = Tool("put", "", one({"type": "string", **limits}), strict=True)
+    for special in False, True:
+        if (found := compiled(name, tool, special)) is None:
+            continue
+        for start, is_taken in ("a" * 60, True), ("!", False):
+            before, after = WRITERS[name]([("put", {"x": f"{start}987"})]).split("987")
+            mark = f"{after.split('>')[0]}>"  # a longer string would hold it
+            tokens = walks_of.tokens_of(name, special).encode(before + mark)
+            assert (found.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_taken
 
 
 # Names of tools and arguments, between marks.

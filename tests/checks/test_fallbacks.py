@@ -74,7 +74,8 @@ PAIRS.append(("deepseek_v3", "merge_partitions"))
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
     """The engine computes prompts in chunks, and decodes beside them, in splits and after a shared
     prefix."""
-    how = {"rows_as_decodes": 0, "min_keys": 8, "small_scores": 0}
+    how = {"rows_as_decodes": TABLE[kernel].serving.few_rows, "min_keys": 8, "small_scores": 0}
+    how |= {"max_own_keys": 0, "min_prefix_split_keys": 8, "prefix_fill": 64}
     change_device(monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, **how)
     prefill = "gather" if "gather" in kernel else "varlen"
     line = f"{kernel} is off by 2, 0.1 is allowed"

@@ -54,13 +54,19 @@ def instantiations(monkeypatch):
 
 FOUR, SIX = (weights(Quantisation(bits, 64)) for bits in (4, 6))
 # A use, and the most instantiations of some kernels.  Each other kernel has at most two.
+# Of paged_decode, and of varlen_prefill: prompts, splits, and prefixes of queries in two forms.
+SHARING = {"paged_decode": 7, "varlen_prefill": 4}
 MOST = {
-    "qwen3": (replace(QWEN3, weights=weights(None)), {"paged_decode": 7}),
-    "in 4 bits": (replace(QWEN3, weights=FOUR), {"paged_decode": 7, "skinny_gemm": 4}),
-    "in 4 and 6 bits": (replace(QWEN3, weights=FOUR + SIX), {"paged_decode": 7, "skinny_gemm": 8}),
+    "qwen3": (replace(QWEN3, weights=weights(None)), SHARING),
+    "in 4 bits": (replace(QWEN3, weights=FOUR), {**SHARING, "skinny_gemm": 4}),
+    "in 4 and 6 bits": (replace(QWEN3, weights=FOUR + SIX), {**SHARING, "skinny_gemm": 8}),
     "not sharing": (replace(QWEN3, shares_prefix=False), {"paged_decode": 4}),
-    "KV in 8 bits": (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), {"paged_decode": 7}),
-    "gemma3": (replace(GEMMA3, weights=FOUR), {"paged_decode": 11, "skinny_gemm": 4}),
+    "KV in 8 bits": (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), SHARING),
+    "gemma3": (
+        replace(GEMMA3, weights=FOUR),
+        {"paged_decode": 11, "varlen_prefill": 6, "skinny_gemm": 4},
+    ),
+    "pictures": (replace(GEMMA3, spans="all"), {"paged_decode": 11, "varlen_prefill": 8}),
     "recurrent": (QWEN35, {}),
 }
 

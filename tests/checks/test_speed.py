@@ -14,7 +14,7 @@ from vllm_metal_lite.checks.check import Check, Loads, Speed
 from vllm_metal_lite.checks.for_model import checks_for
 from vllm_metal_lite.checks.run_check import run
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.registry import REGISTRY
+from vllm_metal_lite.kernels.registry import REGISTRY, name_of_launch
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RopeShape
 
 measure = speed.measure
@@ -29,14 +29,14 @@ USE = KernelUse(
     recurrences=(GatedNormShape(32, 3, mx.float32),),
 )
 TIMED = [row.name for row in REGISTRY.values() if row.timed]
-SMALL = Loads(3, 20, 70, 32, ((2, 20, 20), (1, 40, 20)), 9)
+SMALL = Loads(3, 20, 70, 3, 32, ((2, 20, 20), (1, 40, 20)), 9)
 
 
 @pytest.fixture
 def a_gpu(monkeypatch, tmp_path):
-    """A device that splits the contexts of SMALL loads."""
+    """A device that splits the contexts of SMALL loads, also those of a request with drafts."""
     change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
-    change_device(monkeypatch, rows_as_decodes=0)
+    change_device(monkeypatch, rows_as_decodes=SMALL.drafted, min_prefix_split_keys=8)
     with gpu_on_host(monkeypatch, tmp_path):
         yield
 
@@ -44,8 +44,8 @@ def a_gpu(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kernel", TIMED)
 def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
     launched = set()
-    watch(monkeypatch, lambda k, _, template: launched.add((k, bool(template.get("FUSED")))))
-    name = REGISTRY[kernel].file, bool(REGISTRY[kernel].template)
+    watch(monkeypatch, lambda k, _, template: launched.add(name_of_launch(k, template)))
+    name = kernel if REGISTRY[kernel].template else REGISTRY[kernel].file
     loads = 0
 
     def seconds(ours, fallback):
@@ -57,7 +57,7 @@ def test_both_candidates_compute_the_same_and_one_lacks_the_kernel(monkeypatch, 
             out = work()
             first = out if isinstance(out, mx.array) else out[0]
             results.append(np.array(first.astype(mx.float32)).ravel())
-            assert (name in launched) == with_it
+            assert (name in launched) == with_it, kernel
         np.testing.assert_allclose(*results, rtol=2e-4, atol=2e-4)
         return 1.0, 2.0
 

@@ -339,7 +339,7 @@ def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, te
 
 @pytest.mark.parametrize(
     ("kernel", "position", "failed"),
-    [("paged_decode", "stored", "fused_decode"), ("shared_prefix", "prefix_len", "shared_prefix")],
+    [("paged_decode", "stored", "fused_decode"), ("shared_prefix", "seq_len", "shared_prefix")],
 )
 def test_a_kernel_that_rotates_by_lengths_is_found(monkeypatch, kernel, position, failed):
     """Positions differ from lengths behind pictures."""

@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.pooling import resolved, truncate
 from vllm_metal_lite.engine.scoring import plan_scores
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.files.pooling_config import PoolingConfig, pooling_config
+from vllm_metal_lite.model.files.pooling_config import PoolingConfig, only_pools, pooling_config
 
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 OPTIONS = {"num_blocks": 64, "block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
@@ -373,6 +373,21 @@ def test_a_name_tells_a_reranker(tmp_path):
     vocab = {"yes": 7, "no": 8}
     assert pooling_config(tmp_path, "org/Qwen3-Reranker-4B-4bit", vocab).score_token_ids == (7, 8)
     assert pooling_config(tmp_path, "qwen3-reranker-eval/llama", vocab).score_token_ids is None
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "wanted"),
+    [
+        ("org/Qwen3-8B", {}, False),
+        ("org/Qwen3-Embedding-8B-4bit", {}, True),
+        ("org/nomic-embed-text", None, True),  # not on this machine
+        ("embeddings/llama", None, False),
+        ("org/e5-mistral", {"modules.json": []}, True),
+        ("org/e5-mistral", {"1_Pooling/config.json": {}}, True),
+    ],
+)
+def test_files_or_a_name_tell_a_model_that_only_pools(tmp_path, name, files, wanted):
+    assert only_pools(None if files is None else _write(tmp_path, files), name) is wanted
 
 
 def _write(folder, files):

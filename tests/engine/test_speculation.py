@@ -7,6 +7,8 @@ import pytest
 
 from metal.host import installed
 from tests.support.engine.guesses import Guesses
+from tests.support.kernels.device import change_device
+from tests.support.kernels.launches import watch
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import config
 from vllm_metal_lite.config import EngineConfig
@@ -204,6 +206,22 @@ def test_through_host_kernels(name):
         assert engine.metrics()["accepted_tokens"] > 5
 
 
+@pytest.mark.parametrize("name", ["llama/window", "qwen3", "deepseek_v3", "gpt_oss"])
+def test_through_host_kernels_that_read_contexts_once(monkeypatch, name):
+    """Requests with drafts and without, in splits of their contexts."""
+    how = {"min_split_context": 8, "min_split_keys": 8, "min_prefix_split_keys": 8}
+    change_device(monkeypatch, **how, max_own_keys=0)
+    launched, prompts = [], tiny.prompts(3, 20, 40, seed=9)
+    watch(monkeypatch, lambda kernel, _, template: launched.append((kernel, template)))
+    alone = [tiny.alone(tiny.native(name), prompt, 16) for prompt in prompts]
+    with installed():
+        engine = tiny.engine_with_kernels(name, speculate="auto")
+        assert tokens_of(run(engine, prompts, greedy(16), alone)) == alone
+        assert engine.metrics()["accepted_tokens"] > 5
+    kernel, value = ("latent_attention", "PARTIAL") if "v3" in name else ("varlen_prefill", "SPLIT")
+    assert any(k == kernel and template[value] for k, template in launched)
+
+
 @pytest.mark.parametrize("num_rows", [10, 4])
 def test_a_step_samples_no_more_rows_than_the_memory_plan_counts(monkeypatch, num_rows):
     monkeypatch.setattr(config, "_MAX_LOGITS_ROWS", num_rows)
@@ -219,7 +237,7 @@ def test_a_step_samples_no_more_rows_than_the_memory_plan_counts(monkeypatch, nu
 
 
 def test_the_option_is_checked():
-    with pytest.raises(ConfigError, match="speculate must be off or auto, got 'yes'"):
+    with pytest.raises(ConfigError, match="speculate must be off, lookup or auto, got 'yes'"):
         EngineConfig(speculate="yes")
 
 

@@ -4,12 +4,14 @@ from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.support.engine.fake_engine import FakeEngine, answer_of, expected, fake_config
 from tests.support.engine.rank_threads import run as run_ranks
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.engine import steps_in_flight
@@ -115,6 +117,18 @@ def test_the_first_step_of_a_width_lowers_nothing():
     assert rows_left(limit) == 160
     limit.record(output(90, 0, 0.01))
     assert rows_left(limit) == 7200
+
+
+def test_the_time_of_a_vision_tower_is_no_time_of_rows():
+    limit = StepLimit(1.0, compiles=False)
+    before = rows_left(limit)
+    step = output(64, 0, 8.0)
+    step.segments[0].request.pictures = PlacedPictures((), (), np.array([40, 41]), np.array([2]))
+    limit.record(step)
+    assert rows_left(limit) == before
+    step.segments[0].num_computed = 41  # the rest of the picture, whose features are known
+    limit.record(step)
+    assert rows_left(limit) < before
 
 
 def test_short_chunks_do_not_let_long_contexts_in():

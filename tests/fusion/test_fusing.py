@@ -193,7 +193,9 @@ def test_norms_and_rotations_come_once_and_in_order():
 def test_a_factor_before_a_rotation_is_part_of_it(scale, dims, factor, split):
     """A gate is fused in each spelling; any other operation is computed unchanged."""
     rows, at = mx.random.normal((3, 32)), mx.zeros(3, mx.int32)
-    with FusedLaunches(unused=frozenset({"add_rms_norm"})).building(SimpleNamespace(positions=at)):
+    with FusedLaunches(unused=frozenset({"add_rms_norm"})).building(
+        SimpleNamespace(positions=at, pictures=None)
+    ):
         heads = Traced(rows[:, None], Columns(rows, 0))
         heads = heads.reshape(3, 1, *((2, 16) if split else (4, 8))).transpose(0, 2, 1, 3)
         x = mx.split(heads, [split], axis=-1)[1] if split else heads

@@ -11,15 +11,22 @@ from transformers import AutoImageProcessor
 
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.eyes import Processor
-from vllm_metal_lite.images.families import NOT_SERVED, Family, Prepared, completed, find_family
+from vllm_metal_lite.images.families import NOT_SERVED, find_family
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.pictures import picture_of
 from vllm_metal_lite.images.positions import axes, axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
+from vllm_metal_lite.model.files.inner_model import completed
 
 QWEN = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
 QWEN |= {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 QWEN |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 SQUARE = {"size": {"height": 896, "width": 896}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+QWEN2 = {**QWEN, "patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 12845056}}
+GLM = {"size": {"shortest_edge": 12544, "longest_edge": 9633792}, "patch_size": 14}
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+# Their processors also have to be told to divide a picture.
+OPTIONS = {"internvl": {"crop_to_patches": True}}
 
 # Name -> config.json, preprocessor_config.json, and the class there.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -40,6 +47,29 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"patch_size": 28, "size": {"longest_edge": 1540}},
         "PixtralImageProcessor",
     ),
+    "llava": (
+        {"image_token_index": 10, "vision_config": {"model_type": "pixtral", "patch_size": 16}},
+        {"patch_size": 16, "size": {"longest_edge": 1024}},
+        "PixtralImageProcessor",
+    ),
+    "qwen2_vl": ({"image_token_id": 7}, QWEN2, "Qwen2VLImageProcessor"),
+    "qwen2_5_vl": ({"image_token_id": 7}, QWEN2, "Qwen2VLImageProcessor"),
+    "glm4v": ({"image_token_id": 7}, GLM, "Glm4vImageProcessor"),
+    "glm4v_moe": ({"image_token_id": 7}, GLM, "Glm4vImageProcessor"),
+    "glm_ocr": ({"image_token_id": 7}, GLM, "Glm46VImageProcessor"),
+    "glm46v": ({"image_token_id": 7}, GLM, "Glm46VImageProcessor"),
+    # 384 pixels are no multiple of 14: a rest of 6 at the edges is left out.
+    "idefics3": (
+        {"scale_factor": 3, "vision_config": {"patch_size": 14, "image_size": 384}},
+        {"max_image_size": {"longest_edge": 384}, "size": {"longest_edge": 1536}, **HALVES},
+        "Idefics3ImageProcessor",
+    ),
+    "smolvlm": (
+        {"scale_factor": 4, "vision_config": {"patch_size": 16, "image_size": 128}},
+        {"max_image_size": {"longest_edge": 128}, "size": {"longest_edge": 512}, **HALVES},
+        "SmolVLMImageProcessor",
+    ),
+    "internvl": ({}, {"size": {"height": 448, "width": 448}}, "GotOcr2ImageProcessorFast"),
     "pixtral": (
         {"image_token_index": 10, "vision_config": {"patch_size": 16}},
         {"patch_size": 16, "size": {"longest_edge": 1024}},
@@ -78,19 +108,22 @@ def test_patches_are_those_of_transformers(
         json.dumps({"image_processor_type": name} | settings)
     )
     processor, oracle = Processor(family_of(kind), tmp_path), AutoImageProcessor
-    mine = processor(picture(*size))
-    theirs = oracle.from_pretrained(tmp_path)(images=[picture(*size).rgb], return_tensors="np")
-    pixels = theirs["pixel_values"][0] if kind[:4] != "qwen" else theirs["pixel_values"]
-    if kind[:4] == "qwen":  # two equal frames
+    mine, rgb = processor(picture(*size)), picture(*size).rgb
+    theirs = oracle.from_pretrained(tmp_path)(
+        images=[rgb], return_tensors="np", **OPTIONS.get(kind, {})
+    )
+    pixels = theirs["pixel_values"]
+    if kind.startswith(("qwen", "glm")):  # two equal frames
         pixels = pixels.reshape(len(pixels), 3, 2, -1)[:, :, 0].reshape(len(pixels), -1)
     elif kind == "gemma4":
-        pixels = pixels[theirs["image_position_ids"][0, :, 0] >= 0]
+        pixels = pixels[0][theirs["image_position_ids"][0, :, 0] >= 0]
         assert mine.num_rows == theirs["num_soft_tokens_per_image"][0]
     else:
-        _, height, width = pixels.shape
+        *_, height, width = pixels.shape
         p = height // mine.grid[0]
-        cut = pixels.reshape(3, height // p, p, width // p, p).transpose(1, 3, 0, 2, 4)
-        pixels = cut.reshape(len(mine.patches), -1)
+        views = pixels.reshape(-1, 3, height, width)[..., : height // p * p, : width // p * p]
+        cut = views.reshape(len(views), 3, height // p, p, width // p, p)
+        pixels = cut.transpose(0, 2, 4, 1, 3, 5).reshape(len(mine.patches), -1)
     scale, offset = (a[:, None] for a in processor.scale_and_offset)
     values = mine.patches.reshape(len(mine.patches), 3, -1) * scale - offset
     np.testing.assert_allclose(values.reshape(pixels.shape), pixels, atol=1e-6)
@@ -104,6 +137,25 @@ def test_fields_that_files_leave_out_are_those_of_transformers() -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     assert [found[name] for name in sizes] == [1024, 4096, 24, 16]
     assert (found["hidden_act"], found["patch_size"]) == ("silu", 16)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_reading_a_configuration_does_not_change_it(kind: str) -> None:
+    config = config_of(kind)
+    config["text_config"] = {"rope_scaling": {"mrope_section": [1]}, **config["text_config"]}
+    before = json.dumps(config)
+    completed(config)
+    assert json.dumps(config) == before
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_token_of_a_row_has_two_names(kind: str) -> None:
+    """The value of the file takes precedence over transformers' default for the other name."""
+    for name in ("image_token_id", "image_token_index"):
+        config = {k: v for k, v in config_of(kind).items() if not k.startswith("image_token")}
+        family = find_family({**config, name: 77})
+        assert family is not None
+        assert family.image_token_id == 77
 
 
 def test_a_picture_is_prepared_once(tmp_path: Path) -> None:
@@ -123,6 +175,8 @@ def test_a_picture_that_is_too_narrow_is_refused(tmp_path: Path) -> None:
     ("kind", "text"),
     [
         ("qwen3_vl", "<|image_pad|>" * 6),
+        ("qwen2_5_vl", "<|image_pad|>" * 6),
+        ("glm4v", "<|image|>" * 6),
         ("gemma4", "<|image>" + "<|image|>" * 6 + "<image|>"),
         ("mistral3", "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"),
         (
@@ -175,15 +229,25 @@ def test_positions_of_rows() -> None:
 
 
 def test_frequencies_take_turns_among_the_axes() -> None:
-    assert axis_of_frequency(8, [3, 3, 2]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert axis_of_frequency(8, [6, 1, 1]).tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert axis_of_frequency([3, 3, 2]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert axis_of_frequency([6, 1, 1]).tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
 
 
-def test_models_whose_pictures_are_not_served_say_why() -> None:
-    for kind, reason in NOT_SERVED.items():
-        with pytest.raises(RequestError, match=f"not served for {kind}: {reason}"):
-            find_family({"model_type": kind, "vision_config": {"depth": 1}})
-        assert find_family({"model_type": kind}) is None  # its text alone
+def test_frequencies_of_an_axis_follow_one_another_in_older_models() -> None:
+    assert axis_of_frequency([2, 3, 3], in_turns=False).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    in_turns = {kind for kind in FAMILIES if family_of(kind).rotates_in_turns}
+    by_grid = {kind for kind in FAMILIES if family_of(kind).rotates_by_grid}
+    assert in_turns & by_grid == {"qwen3_vl", "qwen3_5"}
+    of_glm = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
+    assert by_grid - in_turns == {"qwen2_vl", "qwen2_5_vl"} | of_glm
+
+
+@pytest.mark.parametrize("kind", [*NOT_SERVED, "llava", "a_type_of_next_year"])
+def test_models_whose_pictures_are_not_served_say_why(kind: str) -> None:
+    reason = NOT_SERVED.get(kind, "its vision tower is not built here")
+    with pytest.raises(RequestError, match=f"not served for {kind}.*: {reason}"):
+        find_family({"model_type": kind, "vision_config": {"model_type": "clip_vision_model"}})
+    assert find_family({"model_type": kind}) is None  # its text alone
 
 
 @pytest.mark.parametrize("config", [{"model_type": "qwen3"}, {"model_type": "qwen3_vl"}])

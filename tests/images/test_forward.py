@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.attention.array_attention import compile_on_cpu
 from tests.support.images import seeing
 from tests.support.images.seeing import NAMES, SECTIONS, SEES, picture, prompt, words
+from tests.support.kernels.device import change_device, pad_to_powers_of_two
 from tests.support.models import tiny_models as tiny
 
 # Gemma's pictures are not cut, so they fit into steps of 16 tokens.
@@ -57,6 +59,28 @@ def test_packed_pictures_are_those_of_a_whole_forward(name: str, options: dict[s
         assert engine.scheduler.num_preemptions > 0
 
 
+def test_compiled_steps_see_each_its_own_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture of a size that came before takes the compiled step with other features."""
+    pad_to_powers_of_two(monkeypatch)
+    change_device(monkeypatch, rows_as_decodes=0)
+    name, compiled = "qwen3_vl", []
+    engine = compile_on_cpu(seeing.engine(name, enable_prefix_caching=False), "varlen")
+    for seed in range(1, 5):
+        asked = prompt(words(1, 5), picture(seed, 2, 7), words(2, 4))
+        engine.add_request("r", asked, PARAMS)
+        before = engine.runner.num_compiled_steps
+        engine.step()
+        compiled.append(engine.runner.num_compiled_steps - before)
+        [output] = tiny.run(engine).values()
+        tokens, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        expected = seeing.logits(name, [*tokens, *answer], asked["multi_modal_data"]["image"])
+        scores = seeing.scores(expected, tokens)
+        np.testing.assert_allclose(seeing.scores_of(output), scores, atol=2e-4)
+        assert answer == expected[len(tokens) - 1 : -1].argmax(-1).tolist()
+    assert compiled[0] < compiled[1] == compiled[3]
+    assert engine.runner.compiled.reason is None
+
+
 @pytest.mark.parametrize(("name", "wrong"), [(n, w) for n in NAMES for w in WRONG[n]])
 def test_the_oracle_can_tell(name: str, wrong: str) -> None:
     """The control: each way to be wrong is far away from the oracle."""
@@ -82,3 +106,20 @@ def test_text_beside_a_picture_is_unchanged_to_the_bit(name: str) -> None:
     (picture_seen, text), (unseen, text_alone) = found
     assert text == text_alone
     assert picture_seen != unseen
+
+
+@pytest.mark.parametrize("name", SEES)
+def test_rows_that_see_each_other_by_arrays_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans are arrays of the step, so that steps of one shape may share compiled code."""
+    change_device(monkeypatch, rows_as_decodes=0)
+    engine = compile_on_cpu(seeing.engine(name, enable_prefix_caching=False), "varlen")
+    for seed in (1, 2):
+        asked = prompt(words(1, 5), picture(seed, 2, 7), words(2, 4 + seed))
+        output = tiny.ask(engine, asked, PARAMS)
+        tokens, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        expected = seeing.logits(name, [*tokens, *answer], asked["multi_modal_data"]["image"])
+        scores = seeing.scores(expected, tokens)
+        np.testing.assert_allclose(seeing.scores_of(output), scores, atol=2e-4)
+        assert answer == expected[len(tokens) - 1 : -1].argmax(-1).tolist()

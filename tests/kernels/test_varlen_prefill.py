@@ -5,6 +5,7 @@ the two narrow types the result and the weights are rounded to 2^-11 and 2^-8.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from tests.support.kernels.arrays import TOLERANCE
 from tests.support.kernels.attention_cases import AttentionCase, segments_of
 from vllm_metal_lite.attention.paged.attention import plan_tiles
+from vllm_metal_lite.attention.step_arrays import upload_padded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels import prefill
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS
 from vllm_metal_lite.kernels.served_shapes import attention_problem
 from vllm_metal_lite.specs import AttentionShape
 
@@ -24,13 +27,17 @@ pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 
 class Case(AttentionCase):
-    def run(self) -> np.ndarray:
+    def run(self, splits: int = 1) -> np.ndarray:
         tiles = plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         arrays = self.queries(), prefill.VarlenMetadata(*map(mx.array, metadata))
-        store = self.layer(mx.full(8, 41.0))
-        out, ticket = prefill.varlen_prefill(*arrays, store, self.scores())
-        assert ticket.tolist() == [41.0] * 8
+        store, spans = self.layer(mx.full(8, 41.0)), None
+        if self.spans is not None:
+            spans = upload_padded(self.spans, max(len(self.q), MIN_ELEMENTS))
+        how = {"splits": splits, "spans": spans}
+        out, ticket = prefill.varlen_prefill(*arrays, store, self.scores(), **how)
+        assert splits > 1 or ticket.tolist() == [41.0] * 8
+        assert ticket.size >= 8
         return self.floats(out)
 
 
@@ -105,6 +112,48 @@ def test_window_softcap_and_sinks_together(dtype, bits):
     Case(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72).check()
 
 
+# Requests with drafts, and one without, in one step.
+DRAFTED = [(4, 300), (1, 77), (8, 130), (17, 17)]
+
+
+@pytest.mark.parametrize("splits", [2, 8, 64])
+@pytest.mark.parametrize(
+    "how",
+    [{"heads": (8, 2)}, {"window": 40}, {"softcap": 2.0, "sinks": True}, {"bits": 8},
+     {"bits": 4, "window": 7, "sinks": True}],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_drafts_in_splits(how, splits):
+    Case(DRAFTED, **how).check(splits=splits)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "bits"), [(64, 64, None), (72, 80, 4), (128, 128, 8), (256, 256, None)]
+)
+def test_splits_of_head_dims(dim, v_dim, bits, dtype):
+    Case(DRAFTED[:2], dim=dim, v_dim=v_dim, dtype=dtype, bits=bits, sinks=True).check(splits=4)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)], ids=str)
+def test_splits_of_any_number_of_query_heads_a_kv_head(heads):
+    """With one head, the sums of one row are fewer than the elements of a ticket."""
+    Case([(1, 40)], heads=heads, padding=0).check(splits=2)
+    Case(DRAFTED[:3], heads=heads).check(splits=4)
+
+
+@given(
+    st.lists(segments_of(20, 200), min_size=1, max_size=4),
+    st.sampled_from([{}, {"window": 7}, {"softcap": 2.0, "sinks": True}, {"bits": 8}]),
+    st.sampled_from([2, 4, 32]),
+    st.integers(0, 40),
+    st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_random_segments_in_splits(segments, how, splits, padding, seed):
+    Case(segments, padding=padding, seed=seed, **how).check(splits=splits)
+
+
 def test_a_sink_of_minus_infinity_is_no_sink():
     case = Case(RAGGED, sinks=True, window=7)
     case.sinks[:] = -np.inf
@@ -130,6 +179,94 @@ def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split, how):
     whole.check_chunks(split, lambda rows, keys: Case([(rows, keys)], **how))
 
 
+# Text; a picture from a prompt's first row to its last; one that begins with the chunk; one that
+# began before it; two with text between, and two without; wider than a tile of keys.
+SEEING = [(1, 30), (9, 9), (21, 50), (13, 40), (70, 95), (48, 48)]
+SPANS = [(1, 0, 9), (2, 29, 43), (3, 20, 35), (4, 27, 61), (4, 70, 90), (5, 0, 17), (5, 17, 47)]
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("window", [None, 5, 20, 40])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 3), 72), ((7, 1), 40)], ids=str)
+def test_rows_of_a_picture_see_each_other(heads, dim, window, bits):
+    how = {"heads": heads, "dim": dim, "window": window, "bits": bits}
+    case, causal = Case(SEEING, spans=SPANS, **how), Case(SEEING, **how)
+    case.check()
+    # The last row of a picture sees no more than a causal row, unless the window hides its start.
+    ends = case.spans[:, 1] - 1
+    sees_more = case.positions != ends
+    away = np.abs(case.expected() - causal.expected()).max(axis=(1, 2))[: len(ends)]
+    assert (away[sees_more] > 1e-3).all()
+    assert (away > 1e-3).sum() >= sees_more.sum() > 100
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pictures_with_softcap_and_sinks_in_each_type(dtype):
+    Case(SEEING, spans=SPANS, dtype=dtype, window=7, softcap=2.0, sinks=True, dim=72).check()
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("splits", [2, 5])
+def test_pictures_in_splits(splits, window):
+    Case(SEEING, spans=SPANS, window=window).check(splits=splits)
+
+
+@pytest.mark.parametrize("dim", [256, 160])
+def test_pictures_where_simdgroups_share_rows(dim):
+    """Gemma's heads."""
+    case = Case(SEEING, spans=SPANS, heads=(2, 1), dim=dim, window=16, dtype=mx.bfloat16)
+    assert prefill.partners_of(dim, dim, case.dtype, held=100) == 2
+    case.check()
+
+
+@given(
+    st.lists(segments_of(60, 60), min_size=1, max_size=4),
+    st.sampled_from([{}, {"window": 3}, {"window": 25}, {"bits": 4}, {"heads": (5, 1)}]),
+    st.integers(0, 40),
+    st.integers(0, 999),
+)
+@settings(max_examples=30)
+def test_random_pictures(segments, how, padding, seed):
+    rng, spans = np.random.default_rng(seed), []
+    for segment, (rows, keys) in enumerate(segments):
+        ends = np.unique(rng.integers(keys - rows, keys + 1, 5)).tolist()
+        spans += [(segment, *pair) for pair in pairwise(ends) if rng.random() < 0.7]
+    Case(segments, padding=padding, seed=seed, spans=[*spans, (0, 0, 0)], **how).check()
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 7}, {"bits": 4}], ids=str)
+@pytest.mark.parametrize("split", [9, 44, 60])
+def test_chunks_that_end_between_pictures_give_the_same_bits(split, how):
+    spans = [(0, 9, 44), (0, 60, 70)]
+
+    def chunk(rows, keys):
+        mine = [span for span in spans if span[2] <= keys and span[1] >= keys - rows]
+        return Case([(rows, keys)], spans=[*mine, (0, 0, 0)], **how)
+
+    whole = Case([(77, 77)], padding=0, spans=spans, **how)
+    whole.check_chunks(split, chunk)
+
+
+def test_spans_of_text_alone_change_no_bit():
+    plain, spans = Case(RAGGED, window=7), Case(RAGGED, window=7, spans=[(0, 0, 0)])
+    np.testing.assert_array_equal(plain.run(), spans.run())
+
+
+def test_a_span_beyond_the_segment_reads_nothing_there():
+    """No scheduler makes one.  The store is NaN behind the segment, and the table ends there."""
+    case = Case([(9, 9), (5, 12)], spans=[(0, 4, 9)])
+    expected = case.expected()
+    case.spans[4:9, 1] = 1000
+    np.testing.assert_allclose(case.run(), expected, 1e-5, 1e-5)
+
+
+def test_spans_of_another_shape_are_refused():
+    case = Case(RAGGED, spans=[(0, 0, 0)])
+    case.spans = case.spans[:, :1]
+    with pytest.raises(ValueError, match=r"spans must be \(\d+, 2\) .*int32, not \(\d+, 1\)"):
+        case.run()
+
+
 def test_scores_far_apart_do_not_overflow():
     case = Case(RAGGED, window=7)
     case.q *= 1e4
@@ -137,7 +274,8 @@ def test_scores_far_apart_do_not_overflow():
 
 
 def test_padded_segments_and_a_batch_of_nothing_but_padding():
-    Case([(5, 18), (13, 13)], padding=30).check_padding()
+    for splits in (1, 4):
+        Case([(5, 18), (13, 13)], padding=30).check_padding(splits=splits)
 
 
 def test_a_head_size_that_matrices_cannot_cover_is_named():

@@ -1,6 +1,9 @@
 """The trial of a packed model: rounding alone never fails it, and a misfit always does."""
 
+import os
+from collections import defaultdict
 from dataclasses import replace
+from unittest.mock import Mock
 
 import mlx.nn as nn
 import numpy as np
@@ -17,6 +20,7 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.layout import find_layout
+from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.model.packed import PackedModel
 
 # Routing each token to 4 of 16 experts in many layers is chaotic: rounding changes the choice.
@@ -183,3 +187,31 @@ def test_a_fault_of_ours_is_logged_with_its_traceback(monkeypatch, caplog):
     assert "a fault of vllm-metal-lite: llama does not run packed" in caplog.text
     assert "Traceback" in caplog.text
     caplog.clear()
+
+
+def test_a_mode_that_fits_is_tried_once(tmp_path, monkeypatch):
+    """The second start runs the same mode, without a trial; changed files are tried again."""
+    made = Mock(wraps=trial.Trial)
+    monkeypatch.setattr(trial, "Trial", made)
+    tiny.write_folder(tmp_path, "qwen3")
+    first, second = (load(str(tmp_path)) for _ in range(2))
+    assert made.call_count == 1
+    assert second.packed.mode == first.packed.mode
+    assert second.kernel_use(16) == first.kernel_use(16)
+    load(str(tmp_path), dtype="bfloat16")
+    assert made.call_count == 2
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    load(str(tmp_path))
+    assert made.call_count == 3
+
+
+@pytest.mark.parametrize("known", ["[]", '["no mode", null]', "{", '["packed", null]'])
+def test_a_remembered_mode_that_does_not_run_is_tried_again(tmp_path, monkeypatch, known):
+    """As an unreadable finding is."""
+    tiny.write_folder(tmp_path, "qwen3")
+    expected = load(str(tmp_path)).packed.mode
+    monkeypatch.setattr(trial, "_first_step", Mock(side_effect=RuntimeError("it does not run")))
+    monkeypatch.setattr(trial.Findings, "known", defaultdict(lambda: known), raising=False)
+    monkeypatch.setattr(trial.Findings, "__init__", lambda self: None)
+    monkeypatch.setattr(trial.Findings, "add", lambda *args: None)
+    assert load(str(tmp_path)).packed.mode == expected

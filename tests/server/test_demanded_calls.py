@@ -85,7 +85,7 @@ def test_without_tools_to_call_no_call_begins(client):
 SCHEMAS = {
     "an integer beyond floats": ({"const": 2**53 + 1}, ".const: 9007199254740993 cannot be kept"),
     "a number beyond floats": ({"enum": [1, math.inf]}, ".enum.1: inf cannot be kept"),
-    "a missing keyword": ({"type": "array", "uniqueItems": True}, ": keywords that are not"),
+    "a missing keyword": ({"type": "array", "contains": {}}, ": keywords that are not"),
     "parts that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ": oneOf needs"),
 }
 
@@ -103,6 +103,31 @@ def test_a_schema_that_cannot_be_followed_is_named(running, http, name, choice):
     error = refused.json()["error"]
     assert f"tools: 'look'.properties.code{words}" in error["message"]
     assert error["param"] == "tools"
+
+
+@pytest.mark.usefixtures("chat_format")
+def test_a_tool_that_is_not_strict_may_have_a_set(http):
+    """Pydantic's sets have items that differ, which no grammar can hold."""
+    parameters = {"properties": {"tags": {"type": "array", "uniqueItems": True, "maxItems": 2}}}
+    for strict in False, True:
+        asked = {**ASK, "tools": [tool("look", parameters, strict=strict)], "max_tokens": 5}
+        reply = http.post("/v1/chat/completions", json={**asked, "tool_choice": "required"})
+        assert reply.status_code == (400 if strict else 200), reply.text
+
+
+@pytest.mark.usefixtures("chat_format")
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_call_has_no_keys_but_those_of_its_schema(client, nested):
+    """Pydantic's schemas do not say so, and small models would invent keys without end."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    if nested:
+        point = {"$defs": {"P": schema}, "properties": {"p": {"$ref": "#/$defs/P"}}}
+        schema = {"type": "object", "required": ["p"], **point}
+    ask = {**ASK, "tools": [tool("run", schema)], "tool_choice": NAMED, "max_tokens": 400}
+    for seed in range(4):
+        [choice] = client.chat.completions.create(**ask, seed=seed, temperature=1.5).choices
+        found = json.loads(choice.message.tool_calls[0].function.arguments)
+        assert set(found["p"] if nested else found) <= {"a"}
 
 
 def test_numbers_of_arguments_are_exact_or_refused(client, chat_format):

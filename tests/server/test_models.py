@@ -3,6 +3,7 @@
 import asyncio
 import random
 from contextlib import asynccontextmanager
+from math import inf
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,8 @@ GIB = 2**30
 
 
 class FakeEngine:
+    facts = None
+
     def __init__(self, world: "World", source: str, size: float) -> None:
         self.world, self.source, self.size = world, source, size
         self.ended = asyncio.Event()
@@ -38,7 +41,7 @@ class World:
     """Starts fake engines, and checks that they fit into memory.
 
     weights: GiB of each source's weight files.  failing: why a source does not load.  broken: why
-    its files cannot be.  stuck: sources whose load never ends.
+    its files cannot be.  stuck: sources whose load never ends.  took: seconds of a load.
     """
 
     def __init__(self, memory: float = 10, **weights: float) -> None:
@@ -48,15 +51,21 @@ class World:
         self.failing: dict[str, str] = {}
         self.broken: dict[str, str] = {}
         self.stuck: set[str] = set()
-        self.now = 0.0
+        self.now, self.took = 0.0, 0.0
         self.loading: list[float] = []  # sizes
         self.hold, self.end = asyncio.Event(), asyncio.Event()  # a start may continue, may end
         self.hold.set()
         self.end.set()
 
-    def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
+    def models(
+        self,
+        *specs: str,
+        pinned: str = "",
+        budget: float | None = None,
+        idle_unload: float | None = None,
+    ) -> Models:
         chosen = [ModelSpec(name, name, name in pinned) for name in specs]
-        config = ServerConfig(memory_budget_gib=budget)
+        config = ServerConfig(memory_budget_gib=budget, idle_unload=idle_unload)
         with patch.object(backend, "memory_limit", lambda: int(self.memory * GIB)):
             return FakeModels(self, chosen, EngineConfig(memory_fraction=1), config)
 
@@ -64,7 +73,9 @@ class World:
         self.now += 0.001
         return self.now
 
-    async def start(self, source: str, configure, check: EngineConfig | None) -> FakeEngine:
+    async def start(
+        self, source: str, configure, check: EngineConfig | None, on_progress
+    ) -> FakeEngine:
         size = 0.0
         try:
             await asyncio.sleep(0)
@@ -80,6 +91,7 @@ class World:
                 await asyncio.Event().wait()
             if source in self.failing:
                 raise ModelLoadError(self.failing[source])
+            self.now += self.took
             engine = FakeEngine(self, source, size)
             self.alive.append(engine)
             self.started.append(source)
@@ -391,20 +403,129 @@ async def test_a_budget_beyond_the_device_is_refused():
         World(memory=10).models("a", budget=11)
 
 
+async def test_two_clients_that_alternate_between_two_models_do_not_load_one_for_each_request():
+    """There is room for one.  A load takes 4 s; each client has ten requests, of 0.1 s."""
+    world, models = two_with_room_for_one()
+    world.took = 4
+    left = dict.fromkeys("ab", 10)
+
+    async def client(name: str) -> None:
+        for _ in range(10):
+            async with models.use(name):
+                await settle()
+                world.now += 0.1
+            left[name] -= 1
+            await settle()  # the client thinks
+
+    clients = [asyncio.ensure_future(client(name)) for name in "ab"]
+    while all(left.values()):
+        world.now += 0.02
+        await settle()
+        models._changed.set()  # as the timer of a stay does
+    world.now += 100
+    models._changed.set()
+    await asyncio.wait_for(asyncio.gather(*clients), 10)
+    assert world.started == ["a", "b"]
+
+
+async def test_a_model_stays_for_as_long_as_its_load_took_but_not_for_long():
+    world, models = two_with_room_for_one()
+    for took, stays in (4, 4), (1000, models.longest_stay):
+        world.took, world.started = took, []
+        await once(models, "a")
+        world.took = 0
+        waits = await asked_for(models, "b")
+        world.now += stays - 1
+        models._changed.set()
+        await settle()
+        assert (world.started, await once(models, "a")) == (["a"], models.by_name["a"].client)
+        world.now += 2
+        models._changed.set()
+        assert (await waits).source == "b"
+        world.now += 1
+
+
+async def test_a_model_leaves_after_a_while_without_requests_and_comes_back():
+    world = World()
+    models = world.models("a", "b", pinned="b", idle_unload=0.0001)  # 6 ms
+    await models.start()
+    async with held(models, "a") as first:
+        await asyncio.sleep(0.05)
+        assert not first.ended.is_set()  # it is in use
+    await asyncio.wait_for(first.ended.wait(), 10)
+    await settle()
+    assert state_of(models, "a") == ("unloaded", None)
+    assert [engine.source for engine in world.alive] == ["b"]  # the pinned model stays
+    assert await once(models, "a") is not first
+
+
+async def test_a_request_says_how_long_its_model_stays():
+    """0: it leaves with its last request; infinity: it stays; the latest request counts."""
+    world = World()
+    models = world.models("a", idle_unload=0.0001)
+    async with held(models, "a") as first, models.use("a", 0):
+        pass
+    await asyncio.wait_for(first.ended.wait(), 10)
+    async with models.use("a", inf) as (_, second):
+        pass
+    await asyncio.sleep(0.05)
+    assert await once(models, "a") is second  # without a word of its own
+    await asyncio.sleep(0.05)
+    async with models.use("a", 0):
+        pass
+    await asyncio.wait_for(second.ended.wait(), 10)
+
+
+async def test_a_client_unloads_a_model_once_its_requests_have_ended():
+    world = World()
+    models = world.models("a", "b", pinned="b")
+    await models.start()
+    async with held(models, "a") as first:
+        unloading = asyncio.ensure_future(models.unload("a"))
+        await settle()
+        assert not first.ended.is_set()
+        again = await asked_for(models, "a")
+        assert not again.done()  # it waits for the next load
+    assert (await unloading).spec.name == "a"
+    assert await again is not first
+    with pytest.raises(ApiError, match="pinned"):
+        await models.unload("b")
+    with pytest.raises(ApiError, match="`c` does not exist"):
+        await models.unload("c")
+    for _ in range(2):  # also if it is not loaded
+        assert (await models.unload(None)).state == "unloaded"
+
+
+async def test_an_unload_that_nobody_waits_for_undoes_itself_alone():
+    """Two unloads wait for the requests of a model, and the first one is given up."""
+    world = World()
+    models = world.models("a")
+    async with held(models, "a") as first:
+        given_up, kept = (asyncio.ensure_future(models.unload("a")) for _ in range(2))
+        await settle()
+        given_up.cancel()
+        await settle()
+        again = await asked_for(models, "a")
+        assert not again.done()
+    await kept
+    assert await again is not first
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
-    """Requests of all models (some leave early), engines that end, loads that fail."""
+    """Requests of all models (some leave early), unloads, engines that end, loads that fail."""
     rng = random.Random(seed)
     names = "abcdef"
     world = World(memory=16)
     world.weights = {name: rng.choice([0, 1, 3, 6, 8]) for name in names}
     models = world.models(*names, pinned="a" if seed % 2 else "")
+    world.took = seed % 3 / 100
     served, refused = [], []
 
     async def request() -> None:
         name = rng.choice(names)
         try:
-            async with models.use(name) as (spec, engine):
+            async with models.use(name, rng.choice([None, inf, 0, 0.001])) as (spec, engine):
                 assert spec.name == name
                 assert engine.source == name
                 for _ in range(rng.randrange(6)):
@@ -417,11 +538,18 @@ async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
             refused.append(e.status)
             world.now += 6
 
+    async def unload(name: str) -> None:
+        if not models.by_name[name].spec.pinned:
+            await models.unload(name)
+
     tasks = []
     for _ in range(300):
         tasks.append(asyncio.ensure_future(request()))
         if rng.random() < 0.2:
             rng.choice(tasks).cancel()
+        if rng.random() < 0.1:
+            name = rng.choice(names)
+            tasks.append(asyncio.ensure_future(unload(name)))
         if rng.random() < 0.05:
             name = rng.choice(names)
             world.failing = {} if world.failing else {name: "bad luck"}

@@ -18,7 +18,7 @@ from vllm_metal_lite.server.settings import ServerConfig
 def test_two_models():
     """Each loads when it is named; /status shows them.  The user chooses the format of one."""
     other = ModelSpec("other", "demo", chat_format=FORMATS["kimi_k2"])
-    specs = [ModelSpec("demo", "demo"), other, ModelSpec("none", "/no/such")]
+    specs = [ModelSpec("demo", "demo"), other, ModelSpec("none", "/no/such-embedding")]
     with serving(specs) as running, httpx.Client(base_url=running.url, timeout=120) as client:
 
         def ask(model: str) -> httpx.Response:
@@ -32,6 +32,8 @@ def test_two_models():
                 assert [model[field] for model in known] == [model[field] for model in status]
             return [(model["state"], model["context_length"]) for model in known]
 
+        capabilities = [m["capabilities"] for m in client.get("/v1/models").json()["data"]]
+        assert capabilities == [["completion"], ["completion"], ["embedding"]]
         # 4,608 by its files; 4,096 fit.
         before = [("loaded", 4096), ("unloaded", 4608), ("unloaded", None)]
         assert states_and_contexts() == before
@@ -73,7 +75,7 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
         assert "Perhaps an incomplete download or corrupt file" in failed.text
         assert pid() == before
     assert "the model demo is loaded, in " in caplog.text
-    assert "makes room" not in caplog.text
+    assert "is unloaded" not in caplog.text
 
 
 def test_weights_that_are_not_finite_are_the_servers_fault_and_shown(tmp_path):

@@ -21,6 +21,7 @@ def test_the_models_and_one_of_them(client):
     assert extra["max_model_len"] == extra["context_length"] == 4096
     assert extra["root"] == "demo"
     assert extra["thinking"] is False
+    assert extra["capabilities"] == ["completion"]
     with pytest.raises(openai.NotFoundError, match="`other` does not exist") as listed:
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError) as asked:

@@ -26,7 +26,7 @@ from tests.support.server.kit import user
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images import eyes
 from vllm_metal_lite.images.eyes import Processor
-from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
 from vllm_metal_lite.server.anthropic_api import conversation_of
 from vllm_metal_lite.server.conversations import render_prompt

@@ -240,6 +240,16 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
     assert engine.metrics()["blocks_owned"] == 0
 
 
+def test_an_idle_engine_that_stops_first_does_the_work_that_waits_for_a_pause():
+    """Such as copies to the prefix disk, for the next load of the model."""
+    engine = LLMEngine.from_name("demo", CONFIG)
+    engine.rest = Mock(side_effect=[True, True, False])
+    server, theirs = Pipe()
+    Caller(server).call("stop")
+    Worker(engine, theirs, Caller(theirs)).run()
+    assert engine.rest.call_count == 3
+
+
 @pytest.mark.parametrize("kind", [SamplingError, BusyError])
 def test_a_grammar_that_cannot_be_made_ends_its_request(monkeypatch, kind):
     """So `add`, which would wait for the grammar between two steps, never comes."""

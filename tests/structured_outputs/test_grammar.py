@@ -130,6 +130,16 @@ def need(schema, **parts):
     return {"type": "object", "properties": {"n": schema}, "required": ["n"], "$defs": parts}
 
 
+def test_keywords_that_say_nothing(tokenizer):
+    """Libraries write them: zod's records have names that are strings."""
+    record = {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    schema = need({"type": "object", **record, "maxProperties": 2}, a={"uniqueItems": False})
+    drawn = [draw(tokenizer, seed, json=schema) for seed in range(8)]
+    for text in filter(None, drawn):
+        validate(json.loads(text), schema)
+    assert any(drawn)
+
+
 LOOP_A, LOOP_B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
 
 

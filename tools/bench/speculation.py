@@ -1,4 +1,4 @@
-"""Speculation by lookup: the same answers with and without drafts, by one engine each.
+"""Speculation: the same answers with and without drafts, by one engine each.
 
     python -m tools.bench.speculation --model qwen3-4b --bits 4        a GPU; random weights
     python -m tools.bench.speculation --model 128x2 --length 120       a CPU: its times say nothing
@@ -7,7 +7,9 @@ The model computes as always, but its logits are replaced: the token at each pos
 is prepared.  `edit`: the prompt is a text, and the answer says it again with every 20th token
 changed.  `patch`: every 20th token is replaced, or one is inserted before or removed, in turn.
 `json`: a schema forces about half of the answer; `unforced` is the engine that samples these tokens
-like others.  `new`: no part of the answer was there before.  Prints Markdown: tokens a second
+like others.  `new`: no part of the answer was there before.  `heads`: new text, and a trained head
+of random weights, a share of whose drafts are right (`--right`); a share of 0 shows what drafts
+that are not wanted cost.  Prints Markdown: tokens a second
 while all requests decode, median of the runs, and ratios; and the microseconds of a lookup.
 """
 
@@ -25,7 +27,7 @@ import numpy as np
 from tools.bench.lib.engines import FittedEngine
 from tools.bench.lib.loads import Wave, WaveLoad
 from tools.bench.lib.metrics import measure
-from tools.bench.lib.models import BITS, get_model
+from tools.bench.lib.models import BITS, get_model, with_random_head
 from tools.lib.frame import at_least, parser_of, print_table, run_main
 from tools.lib.trust import trusted
 from vllm_metal_lite import MetalLiteError, backend
@@ -38,7 +40,7 @@ from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 mx = backend.mx
 
-LOADS = {"edit": (1, 8), "patch": (1, 8), "json": (1,), "new": (1, 8, 32)}
+LOADS = {"edit": (1, 8), "patch": (1, 8), "json": (1,), "new": (1, 8, 32), "heads": (1, 4)}
 MODES = ("unforced", "off", "auto")
 CONTEXTS = (1_000, 8_000, 32_000)
 FIELDS = {"description": "string", "approximate_price": "integer", "is_available": "boolean"}
@@ -53,10 +55,10 @@ _HEADER = 40  # tokens of a prompt before its text
 
 
 class Prepared:
-    """A PackedModel whose logits name the prepared token of each row's next position."""
+    """A PackedModel whose logits name the prepared token `ahead` of each row."""
 
-    def __init__(self, model: Any) -> None:
-        self._model, self.tokens = model, mx.array([0])
+    def __init__(self, model: Any, ahead: int = 1) -> None:
+        self._model, self.tokens, self._ahead = model, mx.array([0]), ahead
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -67,7 +69,7 @@ class Prepared:
         logits, hidden = self._model(attention, logits_indices, fusion)
         positions = attention.step.positions
         rows = positions if logits_indices is None else positions[logits_indices]
-        said = self.tokens[mx.minimum(rows + 1, len(self.tokens) - 1)][:, None]
+        said = self.tokens[mx.minimum(rows + self._ahead, len(self.tokens) - 1)][:, None]
         quiet = logits * 1e-6  # the head's work stays
         loud = mx.full(said.shape, 100.0, quiet.dtype)
         return mx.put_along_axis(quiet, said, loud, axis=1), hidden
@@ -117,6 +119,14 @@ def make_engine(model: LoadedModel, load: WaveLoad, kind: str, mode: str) -> Fit
         return of(model, load, options, params={"structured_outputs": grammar})
 
 
+def drafted(tokens: Sequence[int], right: float, vocab_size: int) -> mx.array:
+    """The tokens with a share of right ones; the others are not the same token by chance."""
+    rng = np.random.default_rng(3)
+    known = np.array(tokens)
+    others = (known + rng.integers(1, vocab_size, len(known))) % vocab_size
+    return mx.array(np.where(rng.random(len(known)) < right, known, others).astype(np.int32))
+
+
 def lookups() -> Iterator[Sequence[str]]:
     """Microseconds of a lookup by the length of the context."""
     kinds = {"finds nothing": CONTEXTS[-1], "finds a copy": 450, "finds itself everywhere": 1}
@@ -127,6 +137,32 @@ def lookups() -> Iterator[Sequence[str]]:
         )
         times = (timeit.repeat(run, number=20, repeat=20) for run in runs)
         yield kind, *(f"{1e6 * statistics.median(of_one) / 20:.0f}" for of_one in times)
+
+
+def settle(engine: FittedEngine, load: WaveLoad) -> None:
+    """Run a load until the engine knows the times of its steps: on CUDA their first ones compile
+    for seconds, and an engine tries new ones in a tenth of its time."""
+    if (speculator := engine.engine.in_flight.speculator) is None:
+        return
+    speculator.pace.tries, known = 1.0, -1
+    while (now := speculator.pace.num_known) > known:
+        known = now
+        drive(engine, load)
+
+
+def with_heads(model: LoadedModel, right: float, said: list[int], bits: str | None) -> LoadedModel:
+    """The model with a prepared head."""
+    if model.drafter is None:
+        model = with_random_head(model, bits)
+        assert model.drafter is not None
+        model = replace(
+            model, drafter=replace(model.drafter, packed=Prepared(model.drafter.packed, ahead=2))
+        )
+    assert model.drafter is not None
+    head: Any = model.drafter.packed
+    head.tokens = drafted(said, right, model.vocab_size)
+    mx.eval(head.tokens)
+    return model
 
 
 def speeds(
@@ -140,12 +176,18 @@ def speeds(
         tokens = {"tokenizer": speaks.tokenizer, "eos_token_ids": speaks.eos_token_ids}
         answering = replace(model, **tokens)
         prompt, answer = texts(kind, args.length, answering)
-        prepared.tokens = mx.array([0, *prompt[1:], *answer, 0])
+        said = [0, *prompt[1:], *answer, 0]
+        prepared.tokens = mx.array(said)
         mx.eval(prepared.tokens)
-        for count in (count for count in counts if count in args.requests):
+        shares = args.right if kind == "heads" else (None,)
+        loads = ((n, share) for n in counts if n in args.requests for share in shares)
+        for count, share in loads:
+            if share is not None:
+                answering = model = with_heads(model, share, said, args.bits)
             load, found = WaveLoad([Wave([prompt] * count, [args.length] * count)]), {}
             for mode in MODES[kind != "json" :]:
                 engine = make_engine(answering, load, kind, mode)
+                settle(engine, load)
                 runs = [drive(engine, load) for _ in range(args.runs + WARM_UPS)]
                 if any(tokens != answer for run in runs for tokens in run.tokens):
                     raise MetalLiteError(f"{kind}: an answer is not the prepared one")
@@ -155,7 +197,7 @@ def speeds(
                 mx.clear_cache()
             speed = {mode: metrics["steady_tokens_per_s"] for mode, metrics in found.items()}
             yield (
-                kind,
+                kind if share is None else f"{kind}, {share:.0%} right",
                 count,
                 *(f"{speed[mode]:.0f}" if mode in speed else "" for mode in MODES),
                 " ".join(f"**{speed['auto'] / speed[m]:.2f}**" for m in speed if m != "auto"),
@@ -169,7 +211,10 @@ def main() -> int:
     parser.add_argument("--bits", choices=BITS)
     parts = ("lookups", *LOADS)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--requests", nargs="+", type=int, choices=(1, 8, 32), default=(1, 8, 32))
+    parser.add_argument(
+        "--requests", nargs="+", type=int, choices=(1, 4, 8, 32), default=(1, 4, 8, 32)
+    )
+    parser.add_argument("--right", nargs="+", type=float, default=(0.8, 0.6, 0.0))
     parser.add_argument("--length", type=at_least(20), default=2000)
     parser.add_argument("--runs", type=at_least(1), default=3)
     args = parser.parse_args()

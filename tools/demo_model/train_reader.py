@@ -27,8 +27,8 @@ from tools.lib.frame import at_least, parser_of, run_main
 from vllm_metal_lite.images.eyes import Processor
 from vllm_metal_lite.images.families import completed, find_family
 from vllm_metal_lite.images.pictures import picture_of
+from vllm_metal_lite.images.pixtral_tower import PixtralTower
 from vllm_metal_lite.images.prompts import expand
-from vllm_metal_lite.images.towers import PixtralTower
 
 SPECIAL = ("<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
 TEMPLATE = (

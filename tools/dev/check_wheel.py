@@ -5,7 +5,8 @@
 The wheel must hold the package, the kernels and the licence, and nothing else: no tests, no tools,
 and not metal/host and metal/cuda, which execute kernels for developers.  The wheel is then
 installed with its dependencies, and `chat` and `doctor` run from a folder outside the checkout;
-then with the extra `serve`, and a server answers one chat and gives its page.
+then with the extra `serve`, and a server answers one chat and gives its page.  `pipx install` and
+`uv tool install` then make the command, each in folders of its own.
 """
 
 import os
@@ -14,6 +15,7 @@ import sys
 import venv
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from zipfile import ZipFile
 
 import httpx
@@ -24,6 +26,8 @@ from vllm_metal_lite import MetalLiteError
 
 ROOT = Path(__file__).resolve().parents[2]
 _METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+
+_PLACES = ("PIPX", "HOME"), ("UV_TOOL", "DIR")
 
 # `doctor` reads no kernel where there is no GPU.
 _READ_KERNELS = """
@@ -98,15 +102,39 @@ def check_server(command: str, folder: Path) -> None:
     print(f"served: hello -> {answer}")
 
 
+def check_installers(wheel: Path, folder: Path) -> None:
+    """Install the wheel with pipx and with uv; skipped where the index does not have them."""
+    python = folder / "venv" / "bin" / "python"
+    for words in ["pipx", "install"], ["uv", "tool", "install"]:
+        name, home = words[0], folder / words[0]
+        try:
+            _run([*_pip(str(python)), "install", "-q", "--no-compile", name], folder)
+        except MetalLiteError as e:
+            print(f"skipped: {name} cannot be had here: {e}")
+            continue
+        places = {f"{tool}_{place}": str(home) for tool, place in _PLACES}
+        places |= {f"{tool}_BIN_DIR": str(home / "bin") for tool in ("PIPX", "UV_TOOL")}
+        installer, package = str(python.with_name(name)), f"{wheel.resolve()}[serve]"
+        _run([installer, *words[1:], "--python", sys.executable, package], folder, more=places)
+        command = str(home / "bin" / "vllm-metal-lite")
+        print(f"{' '.join(words)}: {_run([command, '--version'], folder)}")
+
+
 def _environment() -> dict[str, str]:
     """This environment without Python's variables, and without the Hugging Face Hub."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     return {**environment, "HF_HUB_OFFLINE": "1"}
 
 
-def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False) -> str:
-    """Run a command in `folder`; returns its output, or its errors if it should fail."""
-    how = {"cwd": folder, "env": _environment(), "input": stdin, "text": True}
+def _run(
+    command: list[str], folder: Path, stdin: str = "", fails: bool = False, more: Any = None
+) -> str:
+    """Run a command in `folder`; returns its output, or its errors if it should fail.
+
+    more: further variables of its environment.
+    """
+    environment = {**_environment(), **(more or {})}
+    how = {"cwd": folder, "env": environment, "input": stdin, "text": True}
     errors = subprocess.PIPE if fails else None
     done = subprocess.run(command, **how, stdout=subprocess.PIPE, stderr=errors)
     if fails and done.returncode:
@@ -137,6 +165,7 @@ def main() -> int:
         wheel = args.wheel.resolve() if args.wheel else build(folder)
         check_content(wheel)
         check_run(wheel, folder)
+        check_installers(wheel, folder)
     return 0
 
 

@@ -45,7 +45,8 @@ RIGHT = "right"
 SHARED = 24
 # Contexts are split, and prefixes shared, at the lengths of these prompts.
 SHORT = {"min_split_context": 64, "min_split_keys": 32, "min_saved_tokens": 8}
-SHORT |= {"rows_as_decodes": 0, "min_keys": 64, "small_scores": 0}
+SHORT |= {"min_prefix_split_keys": 32, "prefix_fill": 1024, "max_own_keys": 0}
+SHORT |= {"min_keys": 64, "small_scores": 0}
 
 
 @contextmanager
@@ -115,11 +116,13 @@ def row_of(name: str, model: str, expected: list[dict[str, list[int]]]) -> tuple
     warnings.setLevel(logging.WARNING)
     problem = ""
     try:
-        serving = Serving(make_engine(model, case, "auto"))
-        logger.addHandler(warnings)
-        serving.run(until=WAVE_STEPS)
-        with broken(name, case.wrong):
-            serving.run()
+        with pytest.MonkeyPatch.context() as machine:
+            change_device(machine, rows_as_decodes=case.few_rows)
+            serving = Serving(make_engine(model, case, "auto"))
+            logger.addHandler(warnings)
+            serving.run(until=WAVE_STEPS)
+            with broken(name, case.wrong):
+                serving.run()
     except Exception as e:
         problem = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
     finally:

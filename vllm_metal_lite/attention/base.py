@@ -35,8 +35,9 @@ class DeviceBatch(NamedTuple):
     logits_indices: (R,) int32, the batch's indices, followed by padding; None: all rows get logits.
     plan: how the rows attend, in the attention path's own type.  Its `repeats` says whether steps
     of the same shapes are likely to follow, so that compiling this one pays.
-    pools: whether the forward also returns hidden states.
+    returns_hidden: whether the forward also returns hidden states.
     pictures: None for a step without rows of pictures.
+    hidden: (num_rows, 1, hidden_size), the hidden states that a trained head continues from.
     """
 
     batch: ForwardBatch
@@ -47,8 +48,9 @@ class DeviceBatch(NamedTuple):
     num_live: mx.array
     logits_indices: mx.array | None
     plan: Any
-    pools: bool
+    returns_hidden: bool
     pictures: StepPictures | None = None
+    hidden: mx.array | None = None
 
 
 class AttentionCall(NamedTuple):

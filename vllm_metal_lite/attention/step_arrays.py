@@ -48,11 +48,6 @@ def split_at_chunks(batch: ForwardBatch, attention_chunk: int) -> ForwardBatch:
     )
 
 
-def has_spans(batch: ForwardBatch) -> bool:
-    """Whether some rows see later rows, of the same picture."""
-    return batch.pictures is not None and batch.pictures.spans is not None
-
-
 def as_decodes(batch: ForwardBatch) -> ForwardBatch:
     """Make every row its own segment, which sees the keys up to itself.
 
@@ -111,7 +106,7 @@ def make_step(
         num_live=mx.array([batch.num_tokens], mx.int32),
         logits_indices=logits_indices,
         plan=plan,
-        pools=batch.pooled is not None,
+        returns_hidden=batch.pooled is not None,
         pictures=None if batch.pictures is None else _on_device(batch.pictures, num_rows),
     )
 

@@ -14,6 +14,9 @@ UNKNOWN_TOKEN = -1
 # In draft_token_ids: no draft follows this row.
 NO_DRAFT = -1
 
+# A draft that a model makes: the host does not have it yet.
+UNKNOWN_DRAFT = -2
+
 # The initial state slot of a segment that starts from zeros.
 EMPTY_SLOT = -1
 
@@ -65,7 +68,8 @@ class ForwardBatch:
     score the next prompt token for prompt log-probabilities.
     sample_segments: (T,) int32, the terminal segment of each sampled row.
     draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT after the
-    last row of a segment; empty for a step without drafts.
+    last row of a segment; empty for a step without drafts.  All its drafts may be UNKNOWN_DRAFT.
+    next_token_ids: (N,) int32, the token after each row, where it is known.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
     pooled: the rows that pooling requests read; None if the step has none.
@@ -83,6 +87,7 @@ class ForwardBatch:
     num_decodes: int
     logits_indices: np.ndarray
     sample_segments: np.ndarray
+    next_token_ids: np.ndarray
     prompt_targets: np.ndarray
     prompt_segments: np.ndarray
     initial_slots: np.ndarray
@@ -100,6 +105,11 @@ class ForwardBatch:
         return self.block_tables[group, segments, block] * self.block_size + offset
 
     @property
+    def spans(self) -> np.ndarray | None:
+        """PictureRows.spans; None: rows see only what comes before."""
+        return None if self.pictures is None else self.pictures.spans
+
+    @property
     def sampled_seats(self) -> np.ndarray:
         """(T,) int32, `req_indices` of the sampled rows."""
         return self.req_indices[self.sample_segments]
@@ -113,7 +123,8 @@ class ForwardBatch:
         return len(self.seq_lens)
 
     def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
-        """Raise ValueError for a block or a state slot outside the store, or an empty segment.
+        """Raise ValueError for a block or a state slot outside the store, an empty segment, or a
+        span outside its segment.
 
         num_blocks: the blocks of each KV group in the store.  num_state_slots: the slots of
         recurrent states; 0: there is none.
@@ -126,8 +137,20 @@ class ForwardBatch:
             raise ValueError(f"{len(self.block_tables)} KV groups, the store has {len(num_blocks)}")
         for tables, count in zip(self.block_tables, num_blocks, strict=True):
             self._validate_blocks(tables, count)
+        if self.spans is not None:
+            self._validate_spans(self.spans)
         if num_state_slots:
             self._validate_slots(num_state_slots)
+
+    def _validate_spans(self, spans: np.ndarray) -> None:
+        (begin, end), at = spans.T, self.positions
+        num_keys = np.repeat(self.seq_lens, np.diff(self.cu_seqlens_q))
+        if (wrong := (begin < 0) | (begin > at) | (end <= at) | (end > num_keys)).any():
+            i = wrong.argmax()
+            raise ValueError(
+                f"row {i} sees positions {begin[i]} to {end[i]}: a span has its row's position, "
+                f"{at[i]}, and ends within the {num_keys[i]} tokens of its segment"
+            )
 
     def _validate_slots(self, num_slots: int) -> None:
         initial, numbers = self.initial_slots, np.arange(self.num_segments)

@@ -127,6 +127,7 @@ class InputBatch:
             drafted = samples[has_draft] + 1
             draft_token_ids[has_draft] = self.token_ids[seat[drafted], positions[drafted]]
         scored = self._scored_rows(seat, positions)
+        after = np.minimum(positions + 1, self.token_ids.shape[1] - 1)
         max_blocks = -(-int(seq_lens.max()) // self.block_size)
         if states is None:
             initial = np.where(num_computed == 0, EMPTY_SLOT, req_indices)
@@ -144,6 +145,7 @@ class InputBatch:
             num_decodes=num_decodes,
             logits_indices=np.concatenate([samples, scored]),
             sample_segments=sample_segments.astype(np.int32),
+            next_token_ids=self.token_ids[seat, after],
             prompt_targets=self.token_ids[seat[scored], positions[scored] + 1],
             prompt_segments=segment[scored],
             initial_slots=initial.astype(np.int32),

@@ -9,6 +9,11 @@ import numpy as np
 NO_FEATURE = -1
 
 
+def sees_spans(only_windowed: bool, window: int | None) -> bool:
+    """Whether rows of a layer with this window see their spans."""
+    return window is not None or not only_windowed
+
+
 @dataclass(frozen=True, slots=True)
 class PictureRows:
     """The rows of a step that pictures change.
@@ -31,7 +36,7 @@ class PictureRows:
 
     def spans_of(self, window: int | None) -> np.ndarray | None:
         """The spans that rows of a layer with this window see."""
-        return None if self.only_windowed and window is None else self.spans
+        return self.spans if sees_spans(self.only_windowed, window) else None
 
     def from_row(self, first: int) -> "PictureRows":
         """Those of the rows from `first` on, for attention."""

@@ -58,7 +58,7 @@ def until(rule: str, mark: str, special: SpecialTokens) -> str:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a call's arguments: an object."""
-    return {"type": "object", **tool.parameters, **SPACES}
+    return {"type": "object", **tool.held, **SPACES}
 
 
 # Makes the rule of a tool's call, and adds the rules that it needs to the lines.

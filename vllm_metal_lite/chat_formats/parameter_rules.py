@@ -102,11 +102,15 @@ class ParameterRules(SchemaRules):
     def _text(self, limits: str) -> tuple[str, str]:
         """(The terminals of a text within limits, the text after these terminals)."""
         before, mark, after = self._end.partition(self._end.strip())
-        if limits != _ANY_TEXT and before:  # which is no part of the string
+        is_free = limits == _ANY_TEXT
+        if not is_free and before:  # which is no part of the string
             limits, before = f"({limits}) {literal(before)}", ""
+        without_mark = f"{limits} & {text_without(mark)}"
         if mark in self._special:  # by its id; its letters are no part of the string either
-            return self.add(f"{limits} & {text_without(mark)}", "T"), before + mark + after
-        return self.add(limits, "v", f"[suffix={literal(mark)}]"), after
+            return self.add(without_mark, "T"), before + mark + after
+        # A mark before the limits are met would be the end.
+        value = limits if is_free else without_mark
+        return self.add(value, "v", f"[suffix={literal(mark)}]"), after
 
     def _limits(self, others: list[Schema], named: list[Schema], place: str) -> str:
         """The terminal of a value that may be a string.

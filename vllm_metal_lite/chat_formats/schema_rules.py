@@ -34,7 +34,7 @@ class SchemaRules:
     names = "(?s:.*)"  # see `offered`
 
     def __init__(self, lines: list[str], tool: Tool, base: Sequence[str] = ()) -> None:
-        self.lines, self.tool, self.resolve = lines, tool, Resolver(tool.parameters)
+        self.lines, self.tool, self.resolve = lines, tool, Resolver(tool.held)
         self._rules: dict[str, str] = {}  # names by schema
         # Rules to be written: the number of the line, the schema, and the schema's first place.
         self._unwritten: list[tuple[int, Any, str]] = []

@@ -8,10 +8,12 @@ from vllm_metal_lite.chat_formats.schema import (
     Resolver,
     Schema,
     bare_text,
+    listed,
     named_values,
     properties_of,
     types_of,
 )
+from vllm_metal_lite.structured_outputs.json_schema import rebuilt
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,33 @@ class Tool:
     strict: bool = False
 
     @cached_property
+    def held(self) -> dict[str, Any]:
+        """The schema that grammars hold calls to.
+
+        Objects have only the properties that they name, as in vLLM: Pydantic does not say so, and
+        small models would invent keys without end.  No grammar can hold `uniqueItems`, which
+        Pydantic's sets have: a tool that is not strict goes without it.
+        """
+        parts: list[dict[str, Any]] = []
+
+        def find(part: dict[str, Any], place: str) -> dict[str, Any]:
+            parts.append(part)
+            return part
+
+        def change(part: dict[str, Any], place: str) -> dict[str, Any]:
+            kept = {k: v for k, v in part.items() if self.strict or k != "uniqueItems"}
+            closed = {"additionalProperties": False} if closes and properties_of(part) else {}
+            return {**closed, **kept}
+
+        rebuilt(self.parameters, find)
+        closes = all(map(_can_be_closed, parts))
+        schema: dict[str, Any] = rebuilt(self.parameters, change)
+        return schema
+
+    @cached_property
     def arguments(self) -> list[Schema]:
         """The alternatives of all arguments, see `Resolver`: each is an object."""
-        return Resolver(self.parameters)({"type": "object", **self.parameters})
+        return Resolver(self.held)({"type": "object", **self.held})
 
     @cached_property
     def types(self) -> dict[str, set[str]]:
@@ -43,7 +69,7 @@ class Tool:
 
     @cached_property
     def _alternatives(self) -> dict[str, list[Schema]]:
-        resolve = Resolver(self.parameters)
+        resolve = Resolver(self.held)
         schemas: dict[str, list[Any]] = {}
         for whole in self.arguments:
             for name, schema in properties_of(whole).items():
@@ -55,6 +81,18 @@ class Tool:
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
+
+
+def _can_be_closed(part: dict[str, Any]) -> bool:
+    """Whether an object can have only the properties that this part of a schema names: no other
+    part names more of them."""
+    named, required = properties_of(part), listed(part, "required")
+    if any(key in part for key in ("allOf", "anyOf", "oneOf", "$ref")):
+        return not (named or required or "allOf" in part)
+    return not named or (
+        "minProperties" not in part
+        and all(isinstance(name, str) and name in named for name in required)
+    )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from vllm_metal_lite.attention.paged.attention import plan_tiles
 from vllm_metal_lite.attention.pending_heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.pictures import sees_spans
 from vllm_metal_lite.checks.case import CONTEXTS, Case, TimedStore, case_of, heads_only, rows_only
 from vllm_metal_lite.checks.check import AttentionCheck, Check, Loads, Pair
 from vllm_metal_lite.checks.new_rows import new_rows, tolerance
@@ -30,7 +31,7 @@ from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import decode_metadata, latent_attention
-from vllm_metal_lite.kernels.prefill import VarlenMetadata, varlen_prefill
+from vllm_metal_lite.kernels.prefill import VarlenMetadata, attend_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import NewRows
 from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -57,11 +58,14 @@ def _checks(shape: AttentionShape, use: KernelUse) -> list[Check]:
         wide = replace(shape, k_head_dim=shape.k_head_dim + shape.v_head_dim)
         return [*checks, Check("gather_rows", heads_only(wide))]
     checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
+    if attention_problem(shape, prefill=True) is None:
+        spans = use.spans != "" and sees_spans(use.spans == "sliding", shape.window)
+        checks.append(Check("varlen_prefill", shape, size, spans=spans))
+        checks.append(Check("split_prefill", shape, size))
     if use.shares_prefix and sees_prefixes(shape):
         checks.append(Check("shared_prefix", shape, size))
-        checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
-    if attention_problem(shape, prefill=True) is None:
-        checks.append(Check("varlen_prefill", shape, size))
+        beside = "varlen_prefill", "shared_prefix"
+        checks.append(Check("merge_partitions", shape, size, beside=beside))
     checks.append(Check("gather_rows", heads_only(shape)))
     return checks
 
@@ -169,7 +173,8 @@ def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.nd
 
 
 def prefill(check: AttentionCheck) -> float:
-    """Whole prompts and chunks, with one row of padding."""
+    """Whole prompts and chunks, with one row of padding; the same with spans, if rows see them.
+    `split_prefill` in several splits."""
     case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
     tiles = plan_tiles(batch.cu_seqlens_q, len(q), shape.num_heads // shape.num_kv_heads)
@@ -177,8 +182,20 @@ def prefill(check: AttentionCheck) -> float:
     metadata = VarlenMetadata(*map(mx.array, arrays))
     if shape.latent:
         return _latents(case, batch, metadata, splits=1)
-    out, _ = varlen_prefill(case.array(q), metadata, case.store(), case.scores())
-    return _compare(case, batch, case.q, out)
+    rows, scores = case.array(q), case.scores()
+
+    def error(batch: ForwardBatch) -> float:
+        seen = None if batch.spans is None else mx.array(padded(batch.spans))
+        out, _ = varlen_prefill(rows, metadata, case.store(), scores, spans=seen)
+        return _compare(case, batch, case.q, out)
+
+    if check.kernel != "split_prefill":
+        return max(error(batch), error(case.seeing)) if check.spans else error(batch)
+    in_splits = attend_tiles(rows, metadata, case.store(), scores, len(tiles), SPLIT.splits)
+    partial, lse = map(np.array, in_splits)
+    weights = np.exp2(lse - lse.max(2, keepdims=True))[..., None]
+    merged = (weights * partial).sum(2) / weights.sum(2)
+    return _compare(case, batch, case.q, mx.array(merged))
 
 
 def _latents(case: Case, batch: ForwardBatch, metadata: VarlenMetadata, splits: int) -> float:
@@ -206,12 +223,19 @@ def timed_merge(check: AttentionCheck, loads: Loads) -> list[Pair]:
     return _timed(check, 1, loads.long)
 
 
+def timed_split(check: AttentionCheck, loads: Loads) -> list[Pair]:
+    return _timed(check, 1, loads.long, rows=loads.drafted)
+
+
 def timed_prefix(check: AttentionCheck, loads: Loads) -> list[Pair]:
     return _timed(check, loads.decodes, loads.prefix + 128, loads.prefix)
 
 
-def _timed(check: AttentionCheck, count: int, context: int, prefix: int = 0) -> list[Pair]:
-    load = TimedStore(check.shape, count, context, prefix=prefix, block_size=check.block_size)
+def _timed(
+    check: AttentionCheck, count: int, context: int, prefix: int = 0, rows: int = 1
+) -> list[Pair]:
+    how = {"prefix": prefix, "block_size": check.block_size}
+    load = TimedStore(check.shape, count, context, rows, **how)
     q = load.queries()
     return [(partial(load.attention(), q), partial(load.attention(without=check.kernel), q))]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.pictures import NO_FEATURE, PictureRows
 from vllm_metal_lite.checks.values import draw
 from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kernels.registry import Prefill
@@ -64,10 +66,12 @@ class Case:
     """Sequences in a store with blocks in random order, and queries.
 
     decodes: a batch of the last row of each sequence.  prompts: a batch of the last rows of each
-    sequence, in different numbers.  owned: the slots of all rows, sorted.  drawn: K and V, (slots,
-    num_kv_heads, head_dim) float32, before the store rounds them.  keys, values: K and V after
-    that; NaN in free slots.  stored: keys and values in the format of the store.  q: the queries
-    (rows, num_heads, k_head_dim) of `prompts`; their first rows are also those of `decodes`.
+    sequence, in different numbers.  seeing: the same, with pictures.
+    owned: the slots of all rows, sorted.  drawn: K and V, (slots, num_kv_heads, head_dim) float32,
+    before the store rounds them.  keys, values: K and V after that; NaN in free slots.  stored:
+    keys and values in the format of the store.
+    q: the queries (rows, num_heads, k_head_dim) of `prompts`; their first rows are also those of
+    `decodes`.
     q_pe: the same, (rows, num_heads, v_head_dim), for latents.
     A caller that changes an array copies it first.
     """
@@ -79,6 +83,7 @@ class Case:
         self.num_blocks = sequences.num_blocks
         self.decodes = sequences.batch(np.ones_like(CONTEXTS))
         self.prompts = sequences.batch(_PROMPT_ROWS)
+        self.seeing = _with_spans(self.prompts)
         slots = (self.num_blocks + 1) * block_size
         self.owned = np.sort(sequences.batch(CONTEXTS).slot_mapping())
         self.spec = spec_of(shape)
@@ -149,6 +154,18 @@ class Case:
             call = AttentionCall(0, self.scores(), q_pe)
             bound = attention.begin(step, attention.new_state())
             return np.array(bound.attend(mx.array(q.astype(np.float32)), call))
+
+
+def _with_spans(batch: ForwardBatch) -> ForwardBatch:
+    """The batch with two pictures in each segment of six or more rows, each behind a row of text.
+    Rows of one picture see each other."""
+    spans = np.stack([batch.positions, batch.positions + 1], axis=1)
+    for first, end in pairwise(batch.cu_seqlens_q.tolist()):
+        length = (end - first) // 3
+        for start in (first + 1, first + length + 2) if length > 1 else ():
+            spans[start : start + length] = spans[start, 0], spans[start + length - 1, 1]
+    rows = np.full(batch.num_tokens, NO_FEATURE, np.int32)
+    return replace(batch, pictures=PictureRows(rows, None, spans=spans))
 
 
 class TimedStore:

@@ -69,7 +69,8 @@ class Check(Generic[S]):
 
     block_size: 0 if blocks do not matter.  rope: the rotation of new rows; a check of
     `merge_partitions` or `shared_prefix` with a rotation runs the fused decode.  beside: the
-    kernels that this check runs in addition to those that the kernel always needs.
+    kernels that this check runs in addition to those that the kernel always needs.  spans: whether
+    rows of one picture see each other, too.
     """
 
     kernel: str
@@ -77,12 +78,14 @@ class Check(Generic[S]):
     block_size: int = 0
     rope: RopeShape | None = None
     beside: tuple[str, ...] = ()
+    spans: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.shape)]
         parts += [f"blocks of {self.block_size}"] if self.block_size else []
         parts += [str(self.rope)] if self.rope else []
         parts += ["behind a shared prefix"] if "shared_prefix" in self.beside else []
+        parts += ["with spans"] if self.spans else []
         return f"{self.kernel} ({', '.join(parts)})"
 
     @property
@@ -102,6 +105,7 @@ class Loads(NamedTuple):
     """The work that is timed: so much that the device's time counts, not the host's.
 
     decodes, context: requests, and the tokens of each.  long: the tokens of a context in splits.
+    drafted: the rows of a request with drafts.
     prefix: the tokens that decodes share.  prompts: (requests, context, rows of each); the default
     is four whole prompts, and a chunk.  rows: the rows of launches without attention.
     """
@@ -109,6 +113,7 @@ class Loads(NamedTuple):
     decodes: int = 16
     context: int = 512
     long: int = 4096
+    drafted: int = 4
     prefix: int = 2048
     prompts: tuple[tuple[int, int, int], ...] = ((4, 512, 512), (1, 4096, 1024))
     rows: int = 512

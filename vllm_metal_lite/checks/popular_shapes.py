@@ -2,10 +2,12 @@
 
 Together the common uses cover heads of 64, 128 and 256, one to eight query heads a KV head,
 latents, both 16-bit types, windows, softcaps, sinks, norms of heads, rotations with a factor,
-stores of 8 and 4 bits, and recurrent layers.
+stores of 8 and 4 bits, pictures, and recurrent
+layers.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from vllm_metal_lite.backend import mx
@@ -59,7 +61,9 @@ COMMON: dict[str, KernelUse] = {
     "Llama 3.2 1B in float16": _use((32, 8), mx.float16, RopeShape(64, base=5e5), (2048,)),
     "SmolLM2 1.7B in float16": _use((32, 32), mx.float16, RopeShape(64, base=1.3e5)),
     "Gemma 2 2B": _use((8, 4), mx.bfloat16, RopeShape(256), (2304,), softcap=50.0),
-    "Gemma 3 1B": _use((4, 1), mx.bfloat16, RopeShape(256, eps=1e-6), window=512),
+    "Gemma 3 4B, with pictures": replace(
+        _use((8, 4), mx.bfloat16, RopeShape(256, eps=1e-6), window=1024), spans="all"
+    ),
     "gpt-oss 20B": _use(
         (64, 8), mx.bfloat16, RopeShape(64, base=None, factor=YARN_FACTOR),
         weights=_weights(Quantisation(8, 64), Quantisation(4, 32, "mxfp4")), window=128, sinks=True,

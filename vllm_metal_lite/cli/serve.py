@@ -40,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
         for name, client in server.models.loaded.items():
             for line in client.facts.description:
                 print(line, file=sys.stderr)
+            stages = server.models.by_name[name].stage_seconds
+            shown = ", ".join(f"{stage} {took:.1f}" for stage, took in stages.items())
+            print(f"Start:     {sum(stages.values()):.1f} s: {shown}", file=sys.stderr)
             if server.models.by_name[name].spec.source == "demo":
                 print(DEMO, file=sys.stderr)
         print(

@@ -94,6 +94,18 @@ class Constraints:
             constraint.rollback(len(found))
         return found
 
+    def masks_behind(self, requests: Sequence[Request], drafts: np.ndarray) -> TokenMasks | None:
+        """The tokens that may follow the drafts (R, K) of R requests."""
+        rows, masks = [], []
+        for row, request in enumerate(requests):
+            if (entry := self._of.get(request)) is None:
+                continue
+            self.continued(request, drafts[row].tolist(), drafts.shape[1])
+            if (bits := entry.masks[-1]) is not None:
+                rows.append(row)
+                masks.append(bits)
+        return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
+
     def _bits(self, constraint: Constraint) -> np.ndarray | None:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
         return bits if constraint.fill(bits) else None

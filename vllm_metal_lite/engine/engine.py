@@ -17,6 +17,7 @@ from vllm_metal_lite.engine.one_thread import check_process
 from vllm_metal_lite.engine.prompt_ids import Prompt
 from vllm_metal_lite.engine.steps_in_flight import StepsInFlight
 from vllm_metal_lite.errors import ConfigError, RequestError, show
+from vllm_metal_lite.model.drafter import with_drafter
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
@@ -41,6 +42,9 @@ class LLMEngine:
     ) -> None:
         self.lock = threading.RLock()  # held by the thread that uses the engine
         self.config = config = _config_of(config)
+        may_draft = config.speculate == "auto" and model.ranks.size == 1
+        if parts is None and model.drafter is None and may_draft:
+            model = with_drafter(model, config.draft_model, config.dtype, config.trust_remote_code)
         self.model = model.with_kv_bits(config.kv_bits)
         parts = parts or assemble(self.model, config)
         self.scheduler, _, self.prefix_disk, self.eyes = parts

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import EngineConfig, speculative_options
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
@@ -30,10 +30,13 @@ class LLM:
     """A model and its engine, with blocking calls, for one thread at a time: others are refused.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
-    options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
+    options are EngineConfig's, and vLLM's `speculative_config` (`speculative_options`).  Raises
+    ModelLoadError, ConfigError or OutOfMemoryError.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
+        if (how := options.pop("speculative_config", None)) is not None:
+            options |= speculative_options(how)
         self.engine = LLMEngine.from_name(model, EngineConfig(**options))
         self._ids = itertools.count()
 

@@ -1,5 +1,7 @@
 """The seats of running requests: rows of the input table and of the sampler."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
@@ -7,7 +9,7 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 
 
 class Seats:
@@ -37,9 +39,7 @@ class Seats:
     def pack(self, output: SchedulerOutput) -> ForwardBatch:
         """The batch of a scheduled step, whose requests have seats and get their new blocks."""
         segments, req_index = output.segments, self.req_index
-        for segment in segments:
-            if segment.new_block_ids:
-                self._inputs.append_blocks(req_index[segment.request], *segment.new_block_ids)
+        self._append_blocks(segments)
         return self._inputs.pack(
             np.array([req_index[s.request] for s in segments]),
             np.array([s.num_computed for s in segments]),
@@ -47,6 +47,18 @@ class Seats:
             [s.state for s in segments if s.state is not None] or None,
             [s.draft_token_ids for s in segments] if output.has_drafts else None,
         )
+
+    def take_blocks(self, segments: Sequence[Segment]) -> None:
+        """Append the new blocks of segments to their requests' tables before `pack`."""
+        self._append_blocks(segments)
+        for segment in segments:
+            segment.new_block_ids = ()
+
+    def _append_blocks(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            if segment.new_block_ids:
+                seat = self.req_index[segment.request]
+                self._inputs.append_blocks(seat, *segment.new_block_ids)
 
     def tokens_of(self, request: Request) -> np.ndarray:
         """The known tokens of a running request, (n,) int32."""

@@ -4,8 +4,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from vllm_metal_lite.assembly import Parts
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
@@ -17,10 +20,14 @@ from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
+from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
+
+# The drafter follows this number of steps after the last one that got its drafts.
+_PATIENCE = 64
 
 
 class StepsInFlight:
@@ -46,8 +53,12 @@ class StepsInFlight:
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
         # Each rank measures its own times, so ranks would choose different drafts.
-        speculates = config.speculate == "auto" and model.ranks.size == 1
-        self.speculator = Speculator(self.seats.tokens_of) if speculates else None
+        self.speculator = None
+        if config.speculate != "off" and model.ranks.size == 1:
+            draft = None if runner.drafter is None else self._draft
+            most = config.num_speculative_tokens
+            self.speculator = Speculator(self.seats.tokens_of, draft, most)
+        self._last_rows: dict[Request, int] = {}  # the last step's sampled row of each request
         self._scheduler, self._answers = scheduler, answers
         self._last_end: float | None = None  # when the last step ended, while there is work
 
@@ -61,9 +72,11 @@ class StepsInFlight:
         """Makes the drafts of a step for `Scheduler.schedule`; None: there are none."""
         return None if self.speculator is None else self._propose
 
-    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """The drafts of decodes (`scheduler.drafts`), within the requests' constraints."""
+    def _propose(self, segments: Sequence[tuple[Segment, int]]) -> list[list[int]]:
+        """The drafts of segments (`scheduler.drafts`), within the requests' constraints."""
         assert self.speculator is not None, "without a speculator, no step has drafts"
+        self.seats.take_blocks([segment for segment, _ in segments])
+        wanted = [(segment.request, most) for segment, most in segments]
         drafts = self.speculator.propose(wanted)
         if not any(drafts):
             return drafts
@@ -71,6 +84,43 @@ class StepsInFlight:
             self.constraints.continued(request, draft, min(most, MAX_DRAFT))
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
+
+    def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
+        runner, size = self.pipeline.runner, self.inputs.block_size
+        assert runner.drafter is not None, "these drafts are the drafter's"
+        found: list[list[int]] = [[] for _ in wanted]
+        known = self._last_rows if runner.drafter.can_draft else ()
+        which = [i for i, (request, _) in enumerate(wanted) if request in known]
+        requests = [wanted[i][0] for i in which]
+        seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
+        rows = np.array([self._last_rows[request] for request in requests], np.int32)
+        room = self.inputs.num_blocks[seats] * size - self.inputs.num_tokens[seats]
+        room += 1 + runner.drafter.takes_hidden
+        limits = np.minimum([wanted[i][1] for i in which], room)
+        if not len(limits) or limits.max() < 1:
+            return found
+        constrained = any(request in self.constraints for request in requests)
+        # Otherwise the drafts stay on the device, which gets the next step without a pause.
+        must_know = constrained or runner.sampler.reads_drafts(seats)
+
+        def pack(positions: np.ndarray) -> ForwardBatch:
+            batch = self.inputs.pack(seats, positions, np.ones(len(seats), np.int64))
+            return with_pictures(batch, [request.pictures for request in requests], self._eyes)
+
+        def choose(logits: mx.array, drafts: list[mx.array]) -> mx.array:
+            known = np.zeros((len(seats), 0), np.int32)
+            if must_know and drafts:
+                known = np.stack([np.array(tokens) for tokens in drafts], axis=1)
+            masks = self.constraints.masks_behind(requests, known) if constrained else None
+            before = Drafts(np.full(len(seats), len(drafts), np.int32), known)
+            return runner.sampler(logits, seats, masks, before).token_ids
+
+        tokens = runner.draft(seats, rows, limits, pack, choose)
+        made = np.array(tokens) if must_know else np.full(tokens.shape, UNKNOWN_DRAFT, np.int32)
+        for i, draft, most in zip(which, made.tolist(), limits.tolist(), strict=True):
+            found[i] = draft[: max(most, 0)]
+        return found
 
     def wants_drafts(self) -> bool:
         """Whether the next step should have drafts, which need all known tokens."""
@@ -91,6 +141,7 @@ class StepsInFlight:
             answer = self._answers[request.request_id]
             self.seats.add(answer)
             answer.report_cached(self._prefix_disk.restored_tokens(request))
+        self._choose_to_follow(output)
         batch = self.seats.pack(output)
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         batch = with_pictures(batch, [s.request.pictures for s in output.segments], self._eyes)
@@ -103,6 +154,14 @@ class StepsInFlight:
         if any(request in self.constraints for request in requests):
             masks = partial(self._masks, requests, batch.draft_token_ids.tolist())
         self.pipeline.launch(batch, scored, masks)
+
+    def _choose_to_follow(self, output: SchedulerOutput) -> None:
+        """Whether the drafter follows the step.  It leaves out decodes that are launched ahead
+        while no drafts of its own pay."""
+        drafter, speculator = self.pipeline.runner.drafter, self.speculator
+        if drafter is not None and speculator is not None:
+            ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
+            drafter.follows = not ahead or speculator.num_since_model < _PATIENCE
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
@@ -136,6 +195,9 @@ class StepsInFlight:
         if output.has_drafts:
             for request, rows in zip(output.terminal, live, strict=True):
                 drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
+        if self.pipeline.runner.drafter is not None:
+            last = zip(output.terminal, live, strict=True)
+            self._last_rows = {request: rows.stop - 1 for request, rows in last}
         accepted = {request: known[1:] for request, known in drawn.items()}
         firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
         self._scheduler.update(output, list(firsts), accepted)
@@ -188,5 +250,6 @@ class StepsInFlight:
         for output in outputs:
             for segment in output.segments:
                 self.seats.remove(segment.request)
+        self._last_rows = {}
         self._scheduler.rollback(*outputs)
         self.constraints.rollback()

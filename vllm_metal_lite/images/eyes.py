@@ -1,6 +1,7 @@
 """The vision part of a loaded model: prepares pictures and computes their rows."""
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -15,18 +16,15 @@ from mlx.utils import tree_flatten
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.errors import RequestError, one_line
-from vllm_metal_lite.images.families import (
-    Family,
-    Prepared,
-    completed,
-    find_family,
-    preprocess,
-)
-from vllm_metal_lite.images.pictures import DIGEST_BYTES, Picture, read
+from vllm_metal_lite.images.families import find_family, preprocess
+from vllm_metal_lite.images.family import Family, Prepared
+from vllm_metal_lite.images.peak import peak_bytes
+from vllm_metal_lite.images.pictures import DIGEST_BYTES, MAX_PIXELS, Picture, read
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.prompts import expand, place
 from vllm_metal_lite.images.towers import Tower, Weights, build
 from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.model.files.inner_model import completed
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.runner.pictures import Features, NoEyes
@@ -73,7 +71,11 @@ class Processor:
     """Prepares pictures for a model.  It needs no weights, so a server's front process has one."""
 
     def __init__(self, family: Family, folder: Path) -> None:
-        kind: Any = getattr(transformers, family.processor)  # imports Pillow
+        kind: Any = getattr(transformers, family.processor, None)  # imports Pillow
+        if kind is None:
+            from vllm_metal_lite.images import processors
+
+            kind = getattr(processors, family.processor)
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
         self._digests = ByBytes[bytes](NAME_BYTES)  # of pictures, by the name of their file
@@ -112,13 +114,22 @@ class Processor:
         return str(self._processor.to_json_string())
 
     @property
+    def most_patches(self) -> int:
+        """Those of the largest picture that a request may have, a square."""
+        side = math.isqrt(MAX_PIXELS)
+        if self.family.rotates_by_grid:  # such a picture keeps its size, so preparing it is slow
+            return int(self._processor.get_number_of_image_patches(side, side, {}))
+        black = Picture(np.zeros((side, side, 3), np.uint8), b"")
+        return len(preprocess(self.family, self._processor, black).patches)
+
+    @property
     def scale_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
         """A value x of 8 bits becomes x * scale - offset; both (3,) float64, by channel."""
         of = self._processor
         scale = np.full(3, of.rescale_factor if of.do_rescale else 1.0)
         if not of.do_normalize:
             return scale, np.zeros(3)
-        mean, std = (np.asarray(x, np.float64) for x in (of.image_mean, of.image_std))
+        mean, std = (np.full(3, x, np.float64) for x in (of.image_mean, of.image_std))
         return scale / std, mean / std
 
 
@@ -149,20 +160,26 @@ class Eyes(NoEyes):
         return place(token_ids, self.family, pictures)
 
     def __call__(self, picture: Prepared) -> Features:
-        """The features of a picture: kept ones, or those of the tower, which run with the step."""
+        """The features of a picture: kept ones, or those of the tower, which the device begins to
+        compute while the host builds the step."""
         found = self._kept.get(picture.digest)
         if found is None:
-            found = self.tower(self._normalised(picture.patches), picture.grid)
+            views = picture.views(self._normalised(picture.patches))
+            found = joined([self.tower(patches, grid) for patches, grid in views])
             rows = found.rows.astype(mx.float32) / self.family.embed_scale
             found = found._replace(rows=rows.astype(found.rows.dtype))
+            mx.async_eval(found)
             num_bytes = sum(a.nbytes for a in (found.rows, *found.deep))
             self._kept.put(picture.digest, found, num_bytes)
         return found
 
     def _normalised(self, patches: np.ndarray) -> mx.array:
         """Patches (P, 3 * values) of 8 bits, in the type of the tower's weights."""
-        x = mx.array(patches).astype(mx.float32).reshape(len(patches), 3, -1)
-        x = x * self._scale[:, None] - self._offset[:, None]
+        last = self.family.channels_last
+        scale, offset = (a if last else a[:, None] for a in (self._scale, self._offset))
+        shape = (len(patches), -1, 3) if last else (len(patches), 3, -1)
+        x = mx.array(patches).astype(mx.float32).reshape(shape)
+        x = x * scale - offset
         return x.reshape(patches.shape).astype(self.tower.dtype)
 
 
@@ -190,15 +207,25 @@ def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
             raise ValueError("it is divided, loaded without its files, or not packed")
         tower = read_tower(family, folder, model.config)
         tower.set_dtype(model.dtype)
-        eyes = Eyes(Processor(family, folder), tower, max_pictures)
+        processor = Processor(family, folder)
+        eyes = Eyes(processor, tower, max_pictures)
+        eyes.peak_bytes = peak_bytes(tower, processor.most_patches)
     except Exception as e:  # files of others fail in any way
         reason = f"{name} takes no pictures here: {one_line(e)}"
         logger.warning(reason)
         return NoEyes(reason)
+    model.packed.spans = family.sees_whole_picture
     if family.rotates_by_grid:
         sections = rotary_sections(model.config)
-        model.packed.axis_of_frequency = axis_of_frequency(sum(sections), sections)
+        model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     return eyes
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """The features of a picture, from those of its views."""
+    if len(parts) == 1:
+        return parts[0]
+    return Features(mx.concatenate([part.rows for part in parts]))
 
 
 def rotary_sections(config: Mapping[str, Any]) -> list[int]:

@@ -4,104 +4,45 @@
 that replaces the picture in a prompt, and says how its rows are rotated and what they see.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import RequestError, one_line
+from vllm_metal_lite.images.family import Family, Prepared, cut
+from vllm_metal_lite.images.gemma4_towers import Gemma4Embedder, Gemma4Tower
 from vllm_metal_lite.images.pictures import Picture
-from vllm_metal_lite.images.towers import (
-    Gemma4Embedder,
-    Gemma4Tower,
-    PixtralTower,
-    QwenTower,
-    SiglipTower,
-    Tower,
-)
+from vllm_metal_lite.images.pixtral_tower import PixtralTower
+from vllm_metal_lite.images.qwen_towers import GlmTower, Qwen2Tower, QwenTower
+from vllm_metal_lite.images.siglip_towers import Gemma3Tower, IdeficsTower, InternTower, Lfm2Tower
+from vllm_metal_lite.images.towers import Config, Grid, Tower
+from vllm_metal_lite.model.files.inner_model import completed
 
-Config = Mapping[str, Any]
-
-# Types of models that take pictures elsewhere and not here, and the reason.
+# Why pictures are not served for types of models that are often asked for.
 NOT_SERVED = {
-    "qwen2_vl": "its vision tower is not built here",
-    "qwen2_5_vl": "its vision tower attends in windows, which is not built here",
-    "kimi_vl": "transformers has no image processor for it",
-    "kimi_k25": "transformers has no image processor for it",
-    "lfm2-vl": "transformers has no image processor for it without torch",
-    "lfm2_vl": "transformers has no image processor for it without torch",
     "gemma3n": "its vision tower is a convolutional network, which is not built here",
-    "llama4": "its vision tower is not built here",
+    "kimi_k25": "transformers has no image processor for it",
+    "kimi_vl": "transformers has no image processor for it",
 }
 
 
-class Prepared(NamedTuple):
-    """A picture, resized and cut into patches.
-
-    patches: (P, values) uint8.  grid: (height, width) in patches.  merged: (height, width) of the
-    rows that the language model gets.  digest: names the picture.
-    """
-
-    patches: np.ndarray
-    grid: tuple[int, int]
-    merged: tuple[int, int]
-    digest: bytes = b""
-
-    @property
-    def num_rows(self) -> int:
-        return self.merged[0] * self.merged[1]
-
-
-@dataclass(frozen=True)
-class Family:
-    """placeholder: what the chat template writes for a picture.  image_token_id: the token of each
-    of its rows.  processor: the class of transformers that prepares pictures, on Pillow.
-    text_of: the text of a prepared picture, with one image token a row.
-    rotates_by_grid: whether rows are rotated by their place in the picture (M-RoPE).
-    sees_whole_picture: whether rows of a picture see later rows of it: in "all" layers, in those
-    with a "sliding" window, or in none ("").
-    embed_scale: what the model multiplies embeddings by; its features are divided by it.
-    """
-
-    tower: type[Tower]
-    placeholder: str
-    image_token_id: int
-    processor: str
-    prepare: Callable[[Mapping[str, np.ndarray]], Prepared]
-    text_of: Callable[[Prepared], str]
-    rotates_by_grid: bool = False
-    sees_whole_picture: str = ""
-    embed_scale: float = 1.0
-
-
 def find_family(config: Config) -> Family | None:
-    """The family of a model, or None for a model without eyes.  Raises RequestError, with the
-    reason, for a model whose pictures are not served."""
-    kind = str(config.get("model_type"))
-    if kind in NOT_SERVED and has_tower(config):
-        raise RequestError(f"pictures are not served for {kind}: {NOT_SERVED[kind]}")
-    if kind not in _FAMILIES or not has_tower(config):
+    """The family of a model, or None for a model without a vision tower.  Raises RequestError, with
+    the reason, for a model whose pictures are not served."""
+    kind = str(config.get("model_type")).replace("-", "_")
+    if not has_tower(config):
         return None
+    tower = config["vision_config"].get("model_type")
+    if kind == "llava" and tower != "pixtral":
+        kind = f"llava with the vision tower {tower}"
+    if kind not in _FAMILIES:
+        reason = NOT_SERVED.get(kind, "its vision tower is not built here")
+        raise RequestError(f"pictures are not served for {kind}: {reason}")
+    if config.get("image_token_id") is None and "image_token_index" in config:  # its older name
+        config = {**config, "image_token_id": config["image_token_index"]}
     return _FAMILIES[kind](completed(config))
-
-
-def completed(config: Config) -> Config:
-    """config.json with the defaults of transformers, which files may leave out."""
-    own = {name: value for name, value in config.items() if name != "model_type"}
-    kind = str(config.get("model_type"))
-    kind = {"pixtral": "llava"}.get(kind, kind)  # the name of the whole model in transformers
-    try:
-        full = AutoConfig.for_model(kind, **own).to_dict()
-    except Exception:  # an unknown model, or a field that this version refuses
-        return config
-    parts = {
-        name: (full.get(name) or {}) | config.get(name, {})
-        for name in ("text_config", "vision_config")
-    }
-    return full | dict(config) | parts
 
 
 def has_tower(config: Config) -> bool:
@@ -114,7 +55,11 @@ def preprocess(family: Family, processor: Any, picture: Picture) -> Prepared:
     such as a picture that is too narrow."""
     try:
         found = processor(
-            images=[picture.rgb], do_rescale=False, do_normalize=False, return_tensors="np"
+            images=[picture.rgb],
+            do_rescale=False,
+            do_normalize=False,
+            return_tensors="np",
+            **family.options,
         )
         prepared = family.prepare(found)
     except Exception as e:
@@ -127,7 +72,7 @@ def preprocess(family: Family, processor: Any, picture: Picture) -> Prepared:
 # Families
 
 
-def _qwen(config: Config) -> Family:
+def _qwen(config: Config, tower: type[Tower] = QwenTower, kind: str = "Qwen2VL") -> Family:
     merge, frames = (
         config["vision_config"][f"{x}_size"] for x in ("spatial_merge", "temporal_patch")
     )
@@ -139,19 +84,29 @@ def _qwen(config: Config) -> Family:
         patches = found["pixel_values"].reshape(height * width, 3, frames, -1)[:, :, 0]
         return Prepared(patches.reshape(height * width, -1), (height, width), merged)
 
+    token = "<|image_pad|>" if kind == "Qwen2VL" else "<|image|>"
+
     def text_of(prepared: Prepared) -> str:
-        height, width = prepared.merged
-        return "<|image_pad|>" * (height * width)
+        return token * prepared.num_rows
 
     return Family(
-        QwenTower,
-        "<|image_pad|>",
+        tower,
+        token,
         config["image_token_id"],
-        "Qwen2VLImageProcessorPil",
+        f"{kind}ImageProcessorPil",
         prepare,
         text_of,
         rotates_by_grid=True,
+        rotates_in_turns=tower is QwenTower,
     )
+
+
+def _qwen2(config: Config) -> Family:
+    return _qwen(config, Qwen2Tower)
+
+
+def _glm(config: Config) -> Family:
+    return _qwen(config, GlmTower, "Glm4v")
 
 
 def _gemma3(config: Config) -> Family:
@@ -167,9 +122,9 @@ def _gemma3(config: Config) -> Family:
         return f"\n\n<start_of_image>{'<image_soft_token>' * rows}<end_of_image>\n\n"
 
     return Family(
-        SiglipTower,
+        Gemma3Tower,
         "<start_of_image>",
-        _image_token(config, 262144),
+        config.get("image_token_id", 262144),
         "Gemma3ImageProcessorPil",
         prepare,
         text_of,
@@ -195,7 +150,7 @@ def _pixtral(config: Config) -> Family:
     return Family(
         PixtralTower,
         "[IMG]",
-        _image_token(config, 10),
+        config.get("image_token_id", 10),
         "PixtralImageProcessorPil",
         prepare,
         text_of,
@@ -224,12 +179,13 @@ def _gemma4(config: Config, tower: type[Tower] = Gemma4Tower) -> Family:
     return Family(
         tower,
         "<|image|>",
-        _image_token(config, 258880),
+        config.get("image_token_id", 258880),
         "Gemma4ImageProcessorPil",
         prepare,
         text_of,
         sees_whole_picture="sliding" if sees else "",
         embed_scale=config["text_config"]["hidden_size"] ** 0.5,
+        channels_last=True,
     )
 
 
@@ -237,22 +193,102 @@ def _gemma4_unified(config: Config) -> Family:
     return _gemma4(config, Gemma4Embedder)
 
 
-def _image_token(config: Config, default: int) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        if isinstance(value := config.get(name), int):
-            return value
-    return default
+def _idefics(config: Config) -> Family:
+    vision, factor = config["vision_config"], config["scale_factor"]
+    around = "<fake_token_around_image>"
+
+    def prepare(found: Mapping[str, np.ndarray]) -> Prepared:
+        tiles = found["rows"][0][0], found["cols"][0][0]
+        return tiled(found["pixel_values"][0], vision["patch_size"], factor, tiles)
+
+    def text_of(prepared: Prepared) -> str:
+        rows = "<image>" * prepared.rows_of_tile
+        height, width = prepared.tiles
+        tiles = "".join(
+            "".join(f"{around}<row_{y + 1}_col_{x + 1}>{rows}" for x in range(width)) + "\n"
+            for y in range(height)
+        )
+        return f"{tiles}{tiles and chr(10)}{around}<global-img>{rows}{around}"
+
+    return Family(
+        IdeficsTower,
+        "<image>",
+        config.get("image_token_id", 49190),
+        f"{'SmolVLM' if config['model_type'] == 'smolvlm' else 'Idefics3'}ImageProcessorPil",
+        prepare,
+        text_of,
+        options={"return_row_col_info": True},
+    )
 
 
-def cut(pixels: np.ndarray, patch: int) -> tuple[np.ndarray, tuple[int, int]]:
-    """(3, height, width) pixels -> (patches (P, 3 * patch * patch), grid)."""
-    channels, height, width = pixels.shape
-    grid = (height // patch, width // patch)
-    parts = pixels.reshape(channels, grid[0], patch, grid[1], patch).transpose(1, 3, 0, 2, 4)
-    return np.ascontiguousarray(parts).reshape(grid[0] * grid[1], -1), grid
+def _lfm2(config: Config) -> Family:
+    patch, factor = config["vision_config"]["patch_size"], config["downsample_factor"]
+
+    def prepare(found: Mapping[str, Any]) -> Prepared:
+        return tiled(found["pixel_values"], patch, factor, found["tiles"], found["has_whole"])
+
+    def text_of(prepared: Prepared) -> str:
+        height, width = prepared.tiles
+        places = [(y + 1, x + 1) for y in range(height) for x in range(width)]
+        rows = "<image>" * prepared.rows_of_tile
+        tiles = "".join(f"<|img_row_{y}_col_{x}|>{rows}" for y, x in places)
+        whole = "<image>" * (prepared.merged[0] * prepared.merged[1])
+        thumbnail = "<|img_thumbnail|>" if tiles and whole else ""
+        return f"<|image_start|>{tiles}{thumbnail}{whole}<|image_end|>"
+
+    return Family(
+        Lfm2Tower,
+        "<image>",
+        config.get("image_token_id", 396),
+        "Lfm2VlImageProcessorPil",
+        prepare,
+        text_of,
+    )
 
 
-def _join(patches: np.ndarray, grid: tuple[int, int], k: int) -> np.ndarray:
+def _intern(config: Config) -> Family:
+    patch, factor = config["vision_config"]["patch_size"], round(1 / config["downsample_ratio"])
+
+    def prepare(found: Mapping[str, np.ndarray]) -> Prepared:
+        views = found["pixel_values"]
+        # The last view is the whole picture.
+        return tiled(
+            views, patch if isinstance(patch, int) else patch[0], factor, (1, len(views) - 1)
+        )
+
+    def text_of(prepared: Prepared) -> str:
+        return f"<img>{'<IMG_CONTEXT>' * prepared.num_rows}</img>"
+
+    return Family(
+        InternTower,
+        "<IMG_CONTEXT>",
+        config.get("image_token_id", 151667),
+        "GotOcr2ImageProcessorPil",
+        prepare,
+        text_of,
+        options={"crop_to_patches": True},
+    )
+
+
+def tiled(
+    views: Iterable[np.ndarray], patch: int, factor: int, tiles: Grid, has_whole: bool = True
+) -> Prepared:
+    """views: (3, height, width) pixels of tiles of one size, and of the whole picture at the end.
+    factor: how many patches of a row and of a column become one row."""
+    found = [cut(view, patch) for view in views]
+    grid = found[-1][1] if has_whole else (0, 0)
+    tile = found[0][1]
+    return Prepared(
+        np.concatenate([patches for patches, _ in found]),
+        grid,
+        (grid[0] // factor, grid[1] // factor),
+        tiles=tiles,
+        tile=tile,
+        rows_of_tile=tile[0] // factor * (tile[1] // factor),
+    )
+
+
+def _join(patches: np.ndarray, grid: Grid, k: int) -> np.ndarray:
     """Patches (P, p * p * 3) -> (P / k / k, k * p * k * p * 3): k x k neighbours as one patch."""
     height, width = grid
     p = int((patches.shape[1] // 3) ** 0.5)
@@ -264,10 +300,21 @@ _FAMILIES: dict[str, Callable[[Config], Family]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
+    "glm46v": _glm,
+    "glm_ocr": _glm,
+    "glm4v": _glm,
+    "glm4v_moe": _glm,
+    "idefics3": _idefics,
+    "internvl": _intern,
+    "lfm2_vl": _lfm2,
+    "llava": _pixtral,
     "mistral3": _pixtral,
     "pixtral": _pixtral,
+    "qwen2_5_vl": _qwen2,
+    "qwen2_vl": _qwen2,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
+    "smolvlm": _idefics,
 }

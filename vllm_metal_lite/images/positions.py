@@ -28,13 +28,16 @@ def axes(num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]
     return positions
 
 
-def axis_of_frequency(num_frequencies: int, sections: Sequence[int]) -> np.ndarray:
-    """(num_frequencies,) the axis that rotates each frequency, interleaved as in Qwen3-VL.
+def axis_of_frequency(sections: Sequence[int], in_turns: bool = True) -> np.ndarray:
+    """(sum of sections,) the axis that rotates each frequency.
 
-    sections: how many frequencies time, row and column have.
+    sections: how many frequencies time, row and column have.  in_turns: the axes take turns, as in
+    Qwen3-VL; otherwise each has its frequencies in a row, as in Qwen2-VL and GLM-V.
     """
-    index = np.arange(num_frequencies)
-    axis = np.zeros(num_frequencies, np.int32)
+    index = np.arange(sum(sections))
+    if not in_turns:
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
+    axis = np.zeros(len(index), np.int32)
     for i in (1, 2):
         axis[(index % 3 == i) & (index < 3 * sections[i])] = i
     return axis

@@ -6,7 +6,7 @@ import numpy as np
 
 from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.images.families import Family, Prepared
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.positions import axes
 
 

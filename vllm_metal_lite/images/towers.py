@@ -1,4 +1,4 @@
-"""The vision towers: patches of one picture in, rows for the language model out.
+"""What vision towers share: patches of one picture in, rows for the language model out.
 
 A tower is built from config.json, and its weights are renamed to the names here.  `patches` are
 (P, values), as the family's image processor gives them; `grid` is (height, width) in patches.
@@ -13,17 +13,11 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.images.encoder import (
-    ACTIVATIONS,
-    Activation,
-    Encoder,
-    EncoderConfig,
-    gelu,
-    gelu_tanh,
-)
+from vllm_metal_lite.images.encoder import Activation, Encoder, EncoderConfig
 from vllm_metal_lite.runner.pictures import Features
 
 Config = Mapping[str, Any]
+Grid = tuple[int, int]
 # Tensors by name.
 Weights = dict[str, mx.array]
 
@@ -47,11 +41,6 @@ class Tower(nn.Module):
         """The longest first."""
         return tuple(sorted((*cls.prefixes, *cls.projector), key=len, reverse=True))
 
-    @staticmethod
-    def flatten(weight: mx.array) -> mx.array:
-        """The weight of the patches' embedding, as that of a linear layer."""
-        return weight
-
     @property
     def dtype(self) -> mx.Dtype:
         """The type of patches: that of the embedding's weight, of its scales if it is quantised."""
@@ -59,7 +48,8 @@ class Tower(nn.Module):
         dtype: mx.Dtype = embed.get("scales", embed.weight).dtype
         return dtype
 
-    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
+    def __call__(self, patches: mx.array, grid: Grid) -> Features:
+        """patches: of one picture, or of several tiles of the same grid."""
         raise NotImplementedError
 
 
@@ -76,289 +66,17 @@ def encoder_of(
     return Encoder(EncoderConfig(size, inner, layers, heads, head_dim, activation, eps, **kind))
 
 
-def flatten_conv2d(weight: mx.array) -> mx.array:
-    """(outputs, 3, P, P), or in MLX's order (outputs, P, P, 3) -> (outputs, 3 P P)."""
-    if weight.shape[1] != 3:
-        weight = weight.transpose(0, 3, 1, 2)
-    return weight.reshape(len(weight), -1)
-
-
-class Merger(nn.Module):
-    """Qwen: joins merge x merge neighbouring patches to one row."""
-
-    def __init__(self, size: int, merged: int, out: int, norm_merged: bool) -> None:
-        super().__init__()
-        self.merged, self.norm_merged = merged, norm_merged
-        self.norm = nn.LayerNorm(merged if norm_merged else size, eps=1e-6)
-        self.fc1, self.fc2 = nn.Linear(merged, merged), nn.Linear(merged, out)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        x = self.norm(x.reshape(-1, self.merged) if self.norm_merged else x)
-        return self.fc2(gelu(self.fc1(x.reshape(-1, self.merged))))
-
-
-class QwenTower(Tower):
-    """Qwen3-VL, Qwen3.5 and later ones.  Patches come in the order of the merger: the merge x merge
-    patches of one row follow one another."""
-
-    prefixes = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
-    names = (
-        (r"^blocks\.", "encoder.layers."),
-        (r"\.attn\.proj\.", ".o."),
-        (r"\.attn\.([qkv])\.", r".\1."),
-        (r"\.mlp\.linear_fc1\.", ".up."),
-        (r"\.mlp\.linear_fc2\.", ".down."),
-        (r"linear_fc(\d)", r"fc\1"),
-        (r"^patch_embed\.proj\.", "embed."),
-        (r"^deepstack_merger_list\.", "deep_mergers."),
-    )
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        vision = config["vision_config"]
-        size, self.merge = vision["hidden_size"], vision["spatial_merge_size"]
-        self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size)
-        self.side = int(vision["num_position_embeddings"] ** 0.5)
-        self.pos_embed = nn.Embedding(self.side**2, size)
-        self.head_dim = size // vision["num_heads"]
-        self.encoder = encoder_of(
-            vision, self.head_dim, gelu_tanh, 1e-6, bias=True, layer_norm=True
-        )
-        merged, out = size * self.merge**2, vision["out_hidden_size"]
-        self.merger = Merger(size, merged, out, norm_merged=False)
-        self.deep_layers = tuple(vision.get("deepstack_visual_indexes", ()))
-        self.deep_mergers = [Merger(size, merged, out, norm_merged=True) for _ in self.deep_layers]
-
-    @staticmethod
-    def flatten(weight: mx.array) -> mx.array:
-        """(outputs, 3, T, P, P), or in MLX's order (outputs, T, P, P, 3) -> (outputs, 3 P P): the
-        T frames of a picture are equal."""
-        if weight.shape[1] != 3:
-            weight = weight.transpose(0, 4, 1, 2, 3)
-        return weight.astype(mx.float32).sum(axis=2).reshape(len(weight), -1).astype(weight.dtype)
-
-    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
-        rows, columns = merge_order(grid, self.merge)
-        x = self.embed(patches) + self._positions(rows, columns, grid)
-        freqs = 10000.0 ** -(np.arange(0, self.head_dim // 2, 2) / (self.head_dim // 2))
-        angles = np.concatenate([rows[:, None] * freqs, columns[:, None] * freqs], axis=1)
-        x, deep = self.encoder(x, mx.array(angles[:, None].astype(np.float32)), self.deep_layers)
-        mergers = zip(self.deep_mergers, deep, strict=True)
-        return Features(self.merger(x), tuple(merger(h) for merger, h in mergers))
-
-    def _positions(self, rows: np.ndarray, columns: np.ndarray, grid: tuple[int, int]) -> mx.array:
-        """The learned positions, a square, interpolated for a grid."""
-        side = self.side
-        y, x = (
-            np.linspace(0, side - 1, n, dtype=np.float32)[at]
-            for n, at in zip(grid, (rows, columns), strict=True)
-        )
-        top, left = y.astype(np.int32), x.astype(np.int32)
-        down, right = (np.minimum(at + 1, side - 1) for at in (top, left))
-        dy, dx = y - top, x - left
-        total = mx.zeros((), self.dtype)
-        for row, column, weight in (
-            (top, left, (1 - dy) * (1 - dx)),
-            (top, right, (1 - dy) * dx),
-            (down, left, dy * (1 - dx)),
-            (down, right, dy * dx),
-        ):
-            value = self.pos_embed(mx.array(row * side + column))
-            part = value * mx.array(weight)[:, None].astype(value.dtype)
-            total = total + part
-        return total
-
-
-class GemmaNorm(nn.Module):
-    """An RMSNorm whose weight is an offset from 1."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = mx.zeros(size), eps
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, 1 + self.weight, self.eps)
-
-
-class SiglipTower(Tower):
-    """Gemma 3: a picture is always a square of one size, and gives mm_tokens_per_image rows."""
-
-    prefixes = ("model.vision_tower.", "vision_tower.")
-    projector = ("model.multi_modal_projector.", "multi_modal_projector.")
-    names = (
-        (r"^vision_model\.", ""),
-        (r"^embeddings\.patch_embedding\.", "embed."),
-        (r"^embeddings\.position_embedding\.weight", "positions"),
-        (r"\.self_attn\.out_proj\.", ".o."),
-        (r"\.self_attn\.([qkv])_proj\.", r".\1."),
-        (r"\.layer_norm(\d)\.", r".norm\1."),
-        (r"\.mlp\.fc1\.", ".up."),
-        (r"\.mlp\.fc2\.", ".down."),
-        (r"^mm_soft_emb_norm\.", "soft_norm."),
-        (r"^mm_input_projection_weight", "projection"),
-    )
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        vision, text = config["vision_config"], config["text_config"]
-        size, heads = vision["hidden_size"], vision["num_attention_heads"]
-        eps = vision.get("layer_norm_eps", 1e-6)
-        self.side = vision["image_size"] // vision["patch_size"]
-        self.kernel = self.side // int(config.get("mm_tokens_per_image", 256) ** 0.5)
-        self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size)
-        self.positions = mx.zeros((self.side**2, size))
-        self.encoder = encoder_of(vision, size // heads, gelu_tanh, eps, bias=True, layer_norm=True)
-        self.post_layernorm = nn.LayerNorm(size, eps=eps)
-        self.soft_norm = GemmaNorm(size, eps)
-        self.projection = mx.zeros((size, text["hidden_size"]))
-
-    flatten = staticmethod(flatten_conv2d)
-
-    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
-        x, _ = self.encoder(self.embed(patches) + self.positions, None)
-        x = self.post_layernorm(x)
-        n, k = self.side // self.kernel, self.kernel
-        pooled = x.reshape(n, k, n, k, -1).mean(axis=(1, 3)).reshape(n * n, -1)
-        return Features(self.soft_norm(pooled) @ self.projection)
-
-
-class PixtralTower(Tower):
-    """Pixtral and Mistral 3, which also joins merge x merge neighbouring patches to one row."""
-
-    prefixes = ("model.vision_tower.", "vision_tower.")
-    projector = ("model.multi_modal_projector.", "multi_modal_projector.")
-    names = (
-        (r"^vision_model\.", ""),
-        (r"^patch_conv\.", "embed."),
-        (r"^transformer\.", "encoder."),
-        (r"\.attention\.([qkvo])_proj\.", r".\1."),
-        (r"\.attention_norm\.", ".norm1."),
-        (r"\.ffn_norm\.", ".norm2."),
-        (r"\.feed_forward\.(gate|up|down)_proj\.", r".\1."),
-        (r"^patch_merger\.merging_layer\.", "merging."),
-    )
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        vision, text = config["vision_config"], config["text_config"]
-        size, heads = vision["hidden_size"], vision["num_attention_heads"]
-        self.head_dim = vision.get("head_dim") or size // heads
-        self.theta = rope_theta(vision, 10000.0)
-        self.merge = config.get("spatial_merge_size", 1)
-        bias = config.get("multimodal_projector_bias", self.merge == 1)
-        self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size, bias=False)
-        self.ln_pre = nn.RMSNorm(size, eps=1e-5)
-        activation = ACTIVATIONS[vision.get("hidden_act", "gelu")]
-        eps = vision.get("rms_norm_eps", 1e-5)
-        self.encoder = encoder_of(vision, self.head_dim, activation, eps, gated=True)
-        if self.merge > 1:
-            self.norm = nn.RMSNorm(size, eps=text["rms_norm_eps"])
-            self.merging = nn.Linear(size * self.merge**2, size, bias=False)
-        self.linear_1 = nn.Linear(size, text["hidden_size"], bias=bias)
-        self.linear_2 = nn.Linear(text["hidden_size"], text["hidden_size"], bias=bias)
-
-    flatten = staticmethod(flatten_conv2d)
-
-    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
-        height, width = grid
-        freqs = self.theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
-        at = np.stack(np.divmod(np.arange(height * width), width))[:, :, None]
-        angles = np.concatenate([at[0] * freqs[::2], at[1] * freqs[1::2]], axis=1)
-        x, _ = self.encoder(
-            self.ln_pre(self.embed(patches)), mx.array(angles[:, None].astype(np.float32))
-        )
-        if self.merge > 1:
-            m = self.merge
-            x = self.norm(x).reshape(height // m, m, width // m, m, -1)
-            # A merged row has all values of one channel together.
-            x = x.transpose(0, 2, 4, 1, 3).reshape(height * width // m**2, -1)
-            x = self.merging(x)
-        return Features(self.linear_2(gelu(self.linear_1(x))))
-
-
-class Gemma4Tower(Tower):
-    """Gemma 4: averages pooling x pooling neighbouring patches to one row."""
-
-    prefixes = ("model.vision_tower.", "vision_tower.")
-    projector = ("model.embed_vision.", "embed_vision.")
-    names = (
-        (r"^patch_embedder\.input_proj\.", "embed."),
-        (r"^patch_embedder\.position_embedding_table", "positions"),
-        (r"\.linear\.", "."),
-        (r"\.self_attn\.([qkvo])_proj\.", r".\1."),
-        (r"\.self_attn\.([qk]_norm)\.", r".\1."),
-        (r"\.mlp\.(gate|up|down)_proj\.", r".\1."),
-        (r"\.input_layernorm\.", ".norm1."),
-        (r"\.post_attention_layernorm\.", ".after1."),
-        (r"\.pre_feedforward_layernorm\.", ".norm2."),
-        (r"\.post_feedforward_layernorm\.", ".after2."),
-        (r"^embedding_projection\.", "projection."),
-    )
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        vision, text = config["vision_config"], config["text_config"]
-        self.size = size = vision["hidden_size"]
-        self.eps = vision.get("rms_norm_eps", 1e-6)
-        self.pool = vision.get("pooling_kernel_size", 3)
-        self.head_dim = vision.get("head_dim", 64)
-        self.theta = rope_theta(vision, 100.0)
-        self.embed = nn.Linear(3 * vision["patch_size"] ** 2, size, bias=False)
-        self.positions = mx.zeros((2, vision.get("position_embedding_size", 10240), size))
-        clipped = vision.get("use_clipped_linears", False)
-        self.encoder = encoder_of(
-            vision, self.head_dim, gelu_tanh, self.eps, gated=True, sandwich=True, clipped=clipped
-        )
-        if vision.get("standardize", False):
-            self.std_bias, self.std_scale = mx.zeros(size), mx.ones(size)
-        self.projection = nn.Linear(size, text["hidden_size"], bias=False)
-
-    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
-        height, width = grid
-        rows, columns = np.divmod(np.arange(height * width), width)
-        x = self.embed((2 * (patches - 0.5)).astype(self.dtype))
-        x = x + self.positions[0, mx.array(columns)] + self.positions[1, mx.array(rows)]
-        part = self.head_dim // 2
-        freqs = self.theta ** -(np.arange(0, part, 2) / part)
-        angles = np.stack([columns, rows], axis=1)[:, :, None] * freqs
-        x, _ = self.encoder(x, mx.array(angles.astype(np.float32)))
-        k = self.pool
-        pooled = x.reshape(height // k, k, width // k, k, -1).astype(mx.float32).mean(axis=(1, 3))
-        x = (pooled.reshape(-1, self.size) * self.size**0.5).astype(x.dtype)
-        if "std_bias" in self:
-            x = (x - self.std_bias) * self.std_scale
-        return Features(self.projection(mx.fast.rms_norm(x, None, self.eps)))
-
-
-class Gemma4Embedder(Tower):
-    """Gemma 4 unified has no transformer: each patch becomes a row by itself."""
-
-    prefixes = ("model.vision_embedder.", "vision_embedder.")
-    projector = ("model.embed_vision.", "embed_vision.")
-    names = ((r"^patch_dense\.", "embed."), (r"^embedding_projection\.", "projection."))
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        vision, text = config["vision_config"], config["text_config"]
-        side = vision["patch_size"] * vision["pooling_kernel_size"]
-        values, size = 3 * side**2, vision["mm_embed_dim"]
-        self.eps = vision.get("rms_norm_eps", 1e-6)
-        self.patch_ln1, self.embed = nn.LayerNorm(values), nn.Linear(values, size)
-        self.patch_ln2, self.pos_norm = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.pos_embedding = mx.zeros((vision["mm_posemb_size"], 2, size))
-        self.projection = nn.Linear(size, text["hidden_size"], bias=False)
-
-    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Features:
-        rows, columns = np.divmod(np.arange(len(patches)), grid[1])
-        x = self.patch_ln2(self.embed(self.patch_ln1(patches.astype(self.dtype))))
-        x = x + self.pos_embedding[mx.array(columns), 0] + self.pos_embedding[mx.array(rows), 1]
-        return Features(self.projection(mx.fast.rms_norm(self.pos_norm(x), None, self.eps)))
-
-
 def rope_theta(vision: Config, default: float) -> float:
     """The base of the rotation's frequencies; newer configurations nest it."""
     nested = vision.get("rope_parameters") or {}
     return vision.get("rope_theta") or nested.get("rope_theta") or default
+
+
+def axial_angles(rows: np.ndarray, columns: np.ndarray, head_dim: int) -> mx.array:
+    """(P, 1, head_dim / 2): a half of the frequencies turns by the row, the other by the column."""
+    freqs = 10000.0 ** -(np.arange(0, head_dim // 2, 2) / (head_dim // 2))
+    angles = np.concatenate([rows[:, None] * freqs, columns[:, None] * freqs], axis=1)
+    return mx.array(angles[:, None].astype(np.float32))
 
 
 def merge_order(grid: tuple[int, int], merge: int) -> tuple[np.ndarray, np.ndarray]:
@@ -370,13 +88,64 @@ def merge_order(grid: tuple[int, int], merge: int) -> tuple[np.ndarray, np.ndarr
     return rows, columns
 
 
+def joined(x: mx.array, grid: Grid, factor: int) -> mx.array:
+    """(P, C) -> (P / factor^2, factor^2 C): factor x factor neighbouring patches as one row."""
+    height, width = grid
+    parts = x.reshape(-1, height // factor, factor, width // factor, factor, x.shape[-1])
+    return parts.swapaxes(2, 3).reshape(-1, factor**2 * x.shape[-1])
+
+
+def flattened(weight: mx.array) -> mx.array:
+    """The weight of a convolution without overlap, as that of a linear layer over (C, P, P).
+
+    weight: (outputs, C, P, P), or (outputs, C, T, P, P) for films, or in MLX's order with C last.
+    The T frames of a picture are equal.
+    """
+    if weight.shape[-1] != weight.shape[-2]:
+        weight = mx.moveaxis(weight, -1, 1)
+    if weight.ndim == 5:
+        weight = weight.astype(mx.float32).sum(axis=2).astype(weight.dtype)
+    return weight.reshape(len(weight), -1)
+
+
+def resampled(table: mx.array, taps: tuple[np.ndarray, np.ndarray]) -> mx.array:
+    """Learned positions of a square, for another grid: (side^2, C) -> (height, width, C).
+
+    taps: (height, side) and (width, side), how much of each row and column a new one takes.
+    """
+    down, across = (mx.array(t.astype(np.float32)) for t in taps)
+    side, size = down.shape[1], table.shape[-1]
+    rows = down @ table.astype(mx.float32).reshape(side, -1)
+    return (across @ rows.reshape(-1, side, size)).astype(table.dtype)
+
+
+def centres(count: int, side: int) -> np.ndarray:
+    """The middles of `count` equal parts of a line with `side` points."""
+    return (np.arange(count) + 0.5) * side / count - 0.5
+
+
+def linear_taps(at: np.ndarray, side: int, reach: float = 1.0) -> np.ndarray:
+    """(N,) places between the points of a line -> (N, side).  reach: how far a point counts."""
+    taps = np.maximum(0, 1 - np.abs(at[:, None] - np.arange(side)) / reach)
+    return taps / taps.sum(axis=1, keepdims=True)
+
+
+def cubic_taps(at: np.ndarray, side: int) -> np.ndarray:
+    """As `linear_taps`, with the cubic kernel of torch; the ends repeat."""
+    taps, first = np.zeros((len(at), side)), np.floor(at).astype(int)
+    for point in (first + i for i in range(-1, 3)):
+        d = np.abs(at - point)
+        near, far = (1.25 * d - 2.25) * d * d + 1, ((-0.75 * d + 3.75) * d - 6) * d + 3
+        np.add.at(taps, (np.arange(len(at)), point.clip(0, side - 1)), np.where(d <= 1, near, far))
+    return taps
+
+
 def build(kind: type[Tower], config: Config, tensors: Weights) -> Tower:
     """A tower with its weights.  tensors: by the checkpoint's names, of the whole model or of its
     vision part.  Raises ValueError for missing, unknown or misshapen weights."""
     tower = kind(config)
     weights = renamed(kind, tensors)
-    if "embed.weight" in weights:
-        weights["embed.weight"] = kind.flatten(weights["embed.weight"])
+    weights = {name: flattened(w) if w.ndim > 3 else w for name, w in weights.items()}
     quantise(tower, weights, (config.get("quantization") or {}).get("mode", "affine"))
     tower.load_weights(list(weights.items()))
     tower.eval()

@@ -5,7 +5,9 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.arguments import Scores
-from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, Kernel, Output, Template, check_array
+from vllm_metal_lite.kernels.merge_partitions import lse_output, merge_partitions
+from vllm_metal_lite.kernels.rope_write import NewRows, query_inputs
 from vllm_metal_lite.kernels.store import STORE, TICKET, LayerStore
 
 # (row, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
@@ -25,35 +27,74 @@ class VarlenMetadata(NamedTuple):
     """
 
     block_tables: mx.array
-    cu_seqlens_q: mx.array
+    cu_seqlens_q: mx.array | None
     seq_lens: mx.array
     tiles: mx.array
 
 
-_INPUTS = ("q", *VarlenMetadata._fields, "sinks", *STORE)
-_VARLEN_PREFILL = Kernel("varlen_prefill", _INPUTS, ["out", "next_ticket"])
+_INPUTS = ("q", "q_weight", "freqs", "positions", *VarlenMetadata._fields, "spans", "sinks", *STORE)
+_VARLEN_PREFILL = Kernel("varlen_prefill", _INPUTS, ["out", "lse"])
 
 
 def varlen_prefill(
-    q: mx.array, metadata: VarlenMetadata, store: LayerStore, scores: Scores
+    q: mx.array,
+    metadata: VarlenMetadata,
+    store: LayerStore,
+    scores: Scores,
+    *,
+    splits: int = 1,
+    spans: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the ticket.
 
+    spans: PictureRows.spans, of at least MIN_ELEMENTS rows; None: rows see only keys before them.
     Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
+    splits: the parts of each context.
     """
-    rows, heads, _ = q.shape
+    out, ticket = attend_tiles(q, metadata, store, scores, len(metadata.tiles), splits, spans=spans)
+    if splits > 1:
+        out = merge_partitions(out, ticket, q.dtype)
+    return out, ticket
+
+
+def attend_tiles(
+    q: mx.array | NewRows,
+    metadata: VarlenMetadata,
+    store: LayerStore,
+    scores: Scores,
+    num_tiles: int,
+    splits: int,
+    *,
+    prefix: bool = False,
+    spans: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """One launch.  With one split as `varlen_prefill`; else, or if prefix, (N, H, splits,
+    v_head_dim) and lse (N, H, splits) float32, as `merge_partitions` takes them.
+
+    prefix: all rows attend to a prefix that they share (`shared_prefix`).  spans: none for these.
+    """
     spec = store.spec
-    kv_heads, k_dim, v_dim = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim
-    partners = partners_of(k_dim, v_dim, q.dtype)
+    kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
+    rows, heads, (queries, _, _, weight, _, *angles), of_rows = query_inputs(q, spec)
+    check_array("spans", spans, (max(rows, MIN_ELEMENTS), 2), mx.int32)
+    partial = prefix or splits > 1
+    partners = partners_of(k_dim, v_dim, dtype, held=64 if partial else 0)
     simdgroups = TILE_ROWS // 8 * partners
-    template: Template = {"T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
+    out_dtype = mx.float32 if partial else dtype
+    template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads}
+    template |= {"GROUP": heads // kv_heads, "PREFIX": prefix, "SPLIT": partial and not prefix}
+    # Without the types of new K and V, which this kernel does not read: one compilation serves all.
+    template |= {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
     template |= store.template | {"BLOCK_SIZE": store.block_size, **scores.template}
-    template |= {"KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups}
-    template["PARTNERS"] = partners
-    inputs = [q, *metadata, scores.sinks_as(q.dtype), *store.arrays]
-    grid, threads = (kv_heads, len(metadata.tiles), 1), 32 * simdgroups
-    outputs = [((rows, heads, v_dim), q.dtype), TICKET]
-    out, ticket = _VARLEN_PREFILL(inputs, template, grid, threads, outputs)
+    template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}
+    template |= {"PARTNERS": partners, "SPANS": spans is not None}
+    inputs = [queries, weight, *angles, *metadata, spans, scores.sinks_as(dtype), *store.arrays]
+    sums = (rows, heads, splits) if partial else (rows, heads)
+    lse: Output = TICKET
+    if partial:
+        lse = (sums, mx.float32) if prefix else lse_output(*sums)
+    grid, outputs = (kv_heads, num_tiles, splits), [((*sums, v_dim), out_dtype), lse]
+    out, ticket = _VARLEN_PREFILL(inputs, template, grid, 32 * simdgroups, outputs)
     return out, ticket
 
 

@@ -78,14 +78,25 @@ _ROWS = (
         base="latent_attention",
         prefill="varlen",
     ),
+    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prefill", prefill="varlen"),
     KernelRow(
         "shared_prefix",
         "a shared prefix is read by each request",
         "attention.decode",
         "prefix",
-        needs=("paged_decode",),
+        needs=("paged_decode", "varlen_prefill"),
+        base="varlen_prefill",
+        template=("PREFIX",),
     ),
-    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prefill", prefill="varlen"),
+    KernelRow(
+        "split_prefill",
+        "rows of a request with drafts are computed as decodes, or as a prompt in one split",
+        "attention.prefill",
+        "split",
+        needs=("varlen_prefill",),
+        base="varlen_prefill",
+        template=("SPLIT",),
+    ),
     KernelRow("gather_rows", "MLX's own operations are used", "attention.reorder", "reorder"),
     KernelRow(
         "rope_write", "prompts use MLX's norm and rotation, and kv_write", "new_rows.write", "write"

@@ -1,8 +1,11 @@
 """Loads a model by name and prepares the model for packed steps."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ class LoadedModel:
     pooling: how the model makes embeddings and scores.  no_answers: why the model gives no text.
     config: config.json as mlx-lm completes it, with the code that comes with the model.
     folder: the model's files; None for a model that was made in memory.
+    drafter: the model that drafts this model's tokens, see model/drafter.py.
     """
 
     name: str
@@ -69,15 +73,18 @@ class LoadedModel:
     no_answers: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    drafter: "LoadedModel | None" = None
 
     @property
     def kv_specs(self) -> list[LayerSpec]:
-        """The layers of the store."""
-        return [replace(spec, bits=self.kv_bits) for spec in self.packed.layout.specs]
+        """The layers of the store: the model's, then the drafter's."""
+        specs = [*self.packed.layout.specs, *(self.drafter.kv_specs if self.drafter else ())]
+        return [replace(spec, bits=self.kv_bits) for spec in specs]
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
-        return [replace(shape, kv_bits=self.kv_bits) for shape in self.usage.shapes]
+        shapes = [*self.usage.shapes, *(self.drafter.attention_shapes if self.drafter else ())]
+        return list(dict.fromkeys(replace(shape, kv_bits=self.kv_bits) for shape in shapes))
 
     @property
     def vocab_size(self) -> int:
@@ -132,6 +139,7 @@ class LoadedModel:
             weights=tuple(dict.fromkeys(map(shape_of, product_weights(model)))),
             recurrences=(*usage.recurrences, *norms),
             experts=tuple(dict.fromkeys(experts.shape for _, experts in mixtures(model))),
+            spans=self.packed.spans,
         )
 
 
@@ -147,12 +155,14 @@ def load(
     once.
     """
     folder, name = find(name), str(name)
+    logger.info("reading the model's files", extra={"transient": True})
     model, tokenizer, config, no_answers = read_model(folder, name, dtype, trust_remote_code)
     with loading(name, "this model"):
         if ranks.size > 1:
             divide = keep_stage if ranks.stages else shard
             divide(model, str(config.get("model_type")), ranks)
-        loaded = from_model(model, tokenizer, config, name=name, ranks=ranks)
+        choose = partial(fit, files=_identity(folder, dtype) if ranks.size == 1 else "")
+        loaded = from_model(model, tokenizer, config, name=name, ranks=ranks, choose=choose)
         return replace(
             loaded,
             sampling_defaults=sampling_defaults(folder),
@@ -215,6 +225,14 @@ def from_model(
         ranks=ranks,
         config=config,
     )
+
+
+def _identity(folder: Path, dtype: str) -> str:
+    """What names these files as long as nobody changes them, and how they are read."""
+    files = [f for f in sorted(folder.iterdir()) if f.suffix in (".json", ".py", ".safetensors")]
+    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    parts = folder.resolve(), dtype, version("mlx-lm"), stats
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _not_quantisable(specs: list[LayerSpec]) -> str | None:

@@ -18,6 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.state_store import StateStore
 from vllm_metal_lite.model.calls import unwrap_call, wrap_call
 from vllm_metal_lite.model.layout import Layout, PagedLayer, StateLayer
+from vllm_metal_lite.model.seam.head_embedding import HeadEmbedding
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.pictures import rotating_by_axes, with_features
@@ -82,6 +83,7 @@ class PackedModel:
     """An mlx-lm model that takes a packed step.
 
     reason: why the model does not run in a faster mode, in one line; None for Mode.PACKED.
+    first_layer: the place of the model's first layer in the store.
     """
 
     def __init__(
@@ -97,8 +99,12 @@ class PackedModel:
         packs_states = bool(layout.states) and mode is Mode.PACKED
         self._recurrent_hooks = RecurrentHooks(model) if packs_states else None
         self._rows: _HeadRows | None = None  # while a packed forward is built
+        self.first_layer = 0
+        parts = (module for module in model.modules() if isinstance(module, HeadEmbedding))
+        self._continues: HeadEmbedding | None = next(parts, None)
         # Set by a family that rotates pictures by their grid: the axis of each frequency.
         self.axis_of_frequency = np.zeros(0, np.int32)
+        self.spans = ""  # set by a family whose rows of a picture see each other: KernelUse.spans
         self._body = body = body_of(model)
         if body is not None:
             wrap_call(body, self._select_rows)
@@ -116,6 +122,11 @@ class PackedModel:
             return h
         rows.hidden = h
         return h if rows.wanted is None else h[rows.wanted]
+
+    @property
+    def takes_hidden(self) -> bool:
+        """Whether this is a trained head, which takes hidden states."""
+        return self._continues is not None
 
     @property
     def by_segment(self) -> str | None:
@@ -148,11 +159,14 @@ class PackedModel:
                 return StateCache(node.index, node.size, recurrence, sequences)
             if node is None:
                 return None
-            layers.append(fusion.layer_cache(node.index, attention, node.template, sequences))
+            layer = self.first_layer + node.index
+            layers.append(fusion.layer_cache(layer, attention, node.template, sequences))
             return layers[-1]
 
         caches = tree_map(cache, self.layout.nodes)
         self._rows = rows = _HeadRows(logits_indices)
+        if self._continues is not None:
+            self._continues.give(step.hidden)
         try:
             with ExitStack() as stack:
                 if step.pictures is not None and self._body is not None:
@@ -163,6 +177,8 @@ class PackedModel:
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows = None
+            if self._continues is not None:
+                self._continues.give(None)
         for layer in layers:
             layer.end()
         if sequences is not None:

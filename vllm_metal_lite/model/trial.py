@@ -12,9 +12,11 @@ affected row by about the spread of the logits.  Rounding moves only some rows, 
 chunked rows just as often.
 """
 
+import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, is_our_fault, one_line
+from vllm_metal_lite.kernels.findings import Findings
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
@@ -248,21 +251,30 @@ def _native(model: nn.Module, tokens: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def fit(
-    model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE
+    model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE, files: str = ""
 ) -> tuple[PackedModel, Usage]:
     """Try the modes of a model in turn; raises ModelLoadError if no mode fits.
 
     Returns the model, ready for packed steps, and the shapes that the kernels must serve.
+    files: identifies the model's files.  The mode that fits them is remembered, for this device and
+    this code, and runs one step in place of the trial.  "": nothing is remembered.
 
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
     """
+    logger.info("reading the weights", extra={"transient": True})
     mx.eval(model.parameters())  # lazy ones of the files and of the adapters
-    try:
-        trial = Trial(model, layout.vocab_size, ranks)
-    except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type} model: {one_line(e)}") from e
-    packed, usage = _choose(model, layout, model_type, trial.problem)
+    found, key = Findings(), f"mode of {model_type} {files}"
+    packed, usage = _remembered(model, layout, model_type, found.known.get(key)) or (None, None)
+    if packed is None or usage is None:
+        logger.info("comparing the model with mlx-lm's", extra={"transient": True})
+        try:
+            trial = Trial(model, layout.vocab_size, ranks)
+        except Exception as e:
+            raise ModelLoadError(f"mlx-lm cannot run this {model_type} model: {one_line(e)}") from e
+        packed, usage = _choose(model, layout, model_type, trial.problem)
+        if files:
+            found.add(key, json.dumps([packed.mode, packed.reason]))
     if packed.by_segment is not None:
         logger.warning(
             f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
@@ -271,6 +283,24 @@ def fit(
             "report it, unless docs/models.md lists this type under attention by segment."
         )
     return packed, usage
+
+
+def _remembered(
+    model: nn.Module, layout: Layout, model_type: str, known: str | None
+) -> tuple[PackedModel, Usage] | None:
+    """The mode of an earlier trial; None if there was none, or if the mode does not run."""
+    with suppress(ValueError, TypeError, ModelLoadError):
+        mode, reason = json.loads(known or "")
+        return _choose(model, layout, model_type, _first_step, [Mode(mode)], reason)
+    return None
+
+
+def _first_step(packed: PackedForward, attention: ReferenceAttention) -> None:
+    """Build all steps, which records the shapes that kernels must serve, and run the first."""
+    steps = built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS])
+    for number, (_, _, logits, state) in enumerate(steps):
+        if number == 0:
+            mx.eval(logits, state)
 
 
 def foresee(
@@ -291,10 +321,14 @@ def _choose(
     layout: Layout,
     model_type: str,
     problem_of: Callable[[PackedForward, ReferenceAttention], str | None],
+    modes: Iterable[Mode] = Mode,
+    reason: str | None = None,
 ) -> tuple[PackedModel, Usage]:
-    """The first mode without a problem.  Raises ModelLoadError if all have one."""
-    reason = None  # why the previous mode does not fit
-    for mode in Mode:
+    """The first mode without a problem.  Raises ModelLoadError if all have one.
+
+    reason: why the mode before the first one does not fit.
+    """
+    for mode in modes:
         if mode is Mode.IN_SEQUENCES and not layout.states:
             continue
         packed = PackedModel(model, layout, mode, reason)

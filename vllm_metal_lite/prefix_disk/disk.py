@@ -41,6 +41,7 @@ def attach(
         logger.warning("prefixes are not kept on the disk: the host cannot read a CUDA device")
         return None
     try:
+        logger.info("identifying the weights for the prefix disk", extra={"transient": True})
         groups, size = scheduler.kv.groups, config.block_size
         digest = namespace(model, groups, size, config.attention, eyes)
         folder = Folder(path, int(config.prefix_disk_gib * 2**30), model.name)

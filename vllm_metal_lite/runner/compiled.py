@@ -29,7 +29,7 @@ _MAX_VARIANTS = 64
 
 State = list[mx.array]
 # What a forward returns: the logits (R, vocab_size) of `logits_indices`; a list with the hidden
-# states (N, 1, hidden_size) of all rows if the step pools, else an empty list; the next state.
+# states (N, 1, hidden_size) of all rows if the step returns them, else an empty list; the state.
 Result = tuple[mx.array, list[mx.array], State]
 Forward = Callable[[DeviceBatch, State], Result]
 
@@ -59,10 +59,8 @@ class CompiledSteps:
     def build(self, step: DeviceBatch, state: State) -> Result:
         """Build the forward of a step."""
         attention = self.attention.begin(step, state)
-        # The rules of fusion know neither features nor three positions.
-        fusion = self.fusion if step.pictures is None else NO_FUSION
-        logits, hidden = self.model(attention, step.logits_indices, fusion)
-        if not step.pools:
+        logits, hidden = self.model(attention, step.logits_indices, self.fusion)
+        if not step.returns_hidden:
             return logits, [], attention.state
         if hidden is None:
             raise RuntimeError("this model's head takes no hidden states that can be read")
@@ -70,7 +68,7 @@ class CompiledSteps:
 
     def __call__(self, step: DeviceBatch, state: State) -> Result | None:
         """Run a step by compiled code.  Returns None if the caller must `build` the step."""
-        if self.reason is not None or not step.plan.repeats or step.pictures is not None:
+        if self.reason is not None or not step.plan.repeats:
             return None
         # MLX keeps traces per thread.
         variant = threading.get_ident(), _variant_of(step[1:])

@@ -25,6 +25,9 @@ _AVERAGE_WINDOWS = 4
 # max_model_len.
 _IDLE_SHARE = 1 / 16
 
+# The most of the usable memory that is set aside for the tower's work on one picture.
+_PICTURE_SHARE = 1 / 8
+
 # The share of the memory for store and checkpoints that checkpoints get.
 _CHECKPOINT_SHARE = 0.25
 # A conversation uses up to five: after the system prompt, where its last turn began, before the
@@ -41,10 +44,12 @@ def size_store(
     model: LoadedModel,
     config: EngineConfig,
     peak_of: Callable[[LoadedModel, EngineConfig, int], int] = step_peak_bytes,
+    picture_peak: int = 0,
 ) -> tuple[list[KVGroup], int, int]:
     """Returns (KV groups with their blocks, max_model_len, number of state slots) for this device.
 
-    peak_of: the bytes that a full step needs beyond weights, states and store.
+    peak_of: the bytes that a full step needs beyond weights, states and store.  picture_peak: the
+    bytes that the largest picture needs while the tower runs, which may be beside a step.
     config.num_blocks, if given, sizes the first group; the other groups get the most that running
     requests can need, and the share of memory for windows of idle prefixes.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
@@ -52,7 +57,7 @@ def size_store(
     warning.
     """
     max_model_len, limit = _wanted_length(model, config), backend.memory_limit()
-    sizing = _Sizing(model, config, max_model_len)
+    sizing = _Sizing(model, config, max_model_len, picture_peak)
     if config.num_blocks is not None:
         groups, num_state_slots = sizing.given(config.num_blocks, limit)
     else:
@@ -104,11 +109,13 @@ def _capacity(group: KVGroup, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class _Sizing:
-    """Sizes the KV groups and the state slots of a model for contexts of max_model_len."""
+    """Sizes the KV groups and the state slots of a model for contexts of max_model_len, beside a
+    picture that needs picture_peak bytes."""
 
     model: LoadedModel
     config: EngineConfig
     max_model_len: int
+    picture_peak: int
 
     def given(self, num_blocks: int, limit: int) -> tuple[list[KVGroup], int]:
         """Sizes for a given num_blocks of the first group: (groups, state slots)."""
@@ -128,6 +135,7 @@ class _Sizing:
                 *self._for_states(num_state_slots),
             )
         peak = estimated_step_peak(self.model, self.config, self.max_model_len) if others else 0
+        peak += self._for_a_picture(limit)
         room = self._usable(limit) - (limit + short) - peak
         return self._with_idle_windows(groups, room), num_state_slots
 
@@ -144,6 +152,8 @@ class _Sizing:
         def size(num_blocks: int) -> int:
             return store_bytes(model, groups(num_blocks), config.block_size)
 
+        picture = self._for_a_picture(limit)
+        peak += picture
         left = self._usable(limit) - model.weight_bytes - peak
         most = self._most_owned(first)
         if config.enable_prefix_caching:
@@ -155,7 +165,8 @@ class _Sizing:
             raise OutOfMemoryError(
                 f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
                 f"{self._states(num_state_slots)} + a step of "
-                f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
+                f"{config.max_num_batched_tokens} tokens{' and a picture' * (picture > 0)} "
+                f"{_gib(peak)} + one block of KV "
                 f"{_gib(size(1))}, and only {_gib(self._usable(limit))} of {_gib(limit)} may be "
                 "used; lower ",
                 Option("max_num_batched_tokens"),
@@ -206,6 +217,17 @@ class _Sizing:
             return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
         fitting = max(int((left - seats * size) * _CHECKPOINT_SHARE / size), 0)
         return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
+
+    def _for_a_picture(self, limit: int) -> int:
+        """The bytes that are set aside for the tower: those of the largest picture, but at most
+        _PICTURE_SHARE.  Some models take pictures of 16 million pixels, which few people send."""
+        most = int(self._usable(limit) * _PICTURE_SHARE)
+        if self.picture_peak > most:
+            logger.info(
+                f"the largest picture needs {_gib(self.picture_peak)} while the model sees it; "
+                f"{_gib(most)} are set aside for pictures"
+            )
+        return min(self.picture_peak, most)
 
     def _usable(self, limit: int) -> float:
         return limit * (self.config.memory_fraction or profile().memory_fraction)

@@ -29,11 +29,12 @@ class Features(NamedTuple):
 class NoEyes:
     """The pictures of a model that takes none.  reason: in one line.  Also the base of `Eyes`.
 
-    num_bytes: memory for the tower and for what it keeps.  settings: how pictures are prepared.
+    num_bytes: memory for the tower and for what it keeps.  peak_bytes: what the largest picture
+    needs while the tower runs.  settings: how pictures are prepared.
     weights: the tower's, by name.  The rows of a picture depend on these two.
     """
 
-    num_bytes, settings = 0, ""
+    num_bytes, peak_bytes, settings = 0, 0, ""
     weights: Sequence[tuple[str, mx.array]] = ()
 
     def __init__(self, reason: str) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import NO_DRAFT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_DRAFT, ForwardBatch
 from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
@@ -26,7 +26,10 @@ class StepResult:
 
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
+    input_ids: the step's token_ids on the device, with the drafts that the host does not have.
     """
+
+    input_ids: mx.array | None = None
 
     def __init__(
         self,
@@ -67,9 +70,14 @@ class StepResult:
         The first row counts.  A later row counts if the row before counts and sampled the very
         draft that the later row was computed from.
         """
-        drafts = self.batch.draft_token_ids.tolist()
-        if not drafts:
+        drafts = self.batch.draft_token_ids
+        if not len(drafts):
             return [range(row, row + 1) for row in range(len(self.batch.sample_segments))]
+        unknown = np.flatnonzero(drafts == UNKNOWN_DRAFT)
+        if len(unknown) and self.input_ids is not None:
+            drafts = drafts.copy()
+            drafts[unknown] = np.array(self.input_ids)[self.batch.logits_indices[unknown] + 1]
+        drafts = drafts.tolist()
         rows, first, tokens = [], 0, self._reported.tolist()
         while first < len(tokens):
             last = first

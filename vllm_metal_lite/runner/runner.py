@@ -20,12 +20,14 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.runner import drafter
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
 from vllm_metal_lite.runner.pooling_table import pooled_sums
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.step_path import StepPath, is_out_of_memory, kernel_at_fault
 from vllm_metal_lite.sampling.logprobs import prompt_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
+from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.sampling.sampler import Sampler
 
 # The tokens allowed in some sampled rows, or a function that makes them.
@@ -41,13 +43,21 @@ class ModelRunner:
     """Runs packed steps of one model over one store.
 
     path: the current path, which changes if a kernel fails.  ranks: the processes that share the
-    model; each has a runner, and all run the same steps.
+    model; each has a runner, and all run the same steps.  drafting: the model that drafts tokens.
     """
 
     def __init__(
-        self, model: PackedModel, path: StepPath, sampler: Sampler, ranks: RankGroup = ALONE
+        self,
+        model: PackedModel,
+        path: StepPath,
+        sampler: Sampler,
+        ranks: RankGroup = ALONE,
+        drafting: PackedModel | None = None,
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
+        self._drafting = drafting
+        self.drafter: drafter.Drafter | None = None
+        self._drafts: drafter.Drafts | None = None
         self._use(path)
         self.num_compiled_steps = 0
         self._last: StepResult | None = None
@@ -57,6 +67,8 @@ class ModelRunner:
         state = path.attention.new_state()
         compiled = CompiledSteps(self.model, path.attention, path.fusion)
         self.path, self.compiled, self._state = path, compiled, state
+        if self._drafting is not None:
+            self.drafter = drafter.Drafter(self._drafting, path.attention, padded_rows)
 
     @property
     def attention(self) -> Attention:
@@ -109,6 +121,10 @@ class ModelRunner:
         step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
         if not self.ranks.has_logits:  # evaluating any row sends the hidden states
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
+        if self.drafter is not None and self.drafter.takes_hidden:
+            step = step._replace(returns_hidden=True)
+        if self._drafts is not None and len(batch.draft_token_ids):
+            step = step._replace(token_ids=self._drafts.fill(step))
         return step if after is None else step._replace(token_ids=known_tokens(step, after))
 
     def _launch(
@@ -120,6 +136,8 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step once; a failure leaves the state before the step."""
         before = self.sampler.state
+        if self.drafter is not None:
+            self.drafter.forget()
         try:
             step = self._prepare(batch, after)
             built = self.compiled(step, self._state)
@@ -128,7 +146,11 @@ class ModelRunner:
             else:
                 self.num_compiled_steps += 1
             result = self._sample_and_score(batch, built, num_prompt_logprobs, masks)
-            self._submit(result, built[-1])
+            result.input_ids = step.token_ids
+            state = built[-1]
+            if self.drafter is not None and self.drafter.follows:
+                state = self.drafter.follow(step, built, result)
+            self._submit(result, state)
             return result
         except BaseException:
             self.sampler.state = before
@@ -148,8 +170,8 @@ class ModelRunner:
             if callable(masks):
                 self._start(logits, state)
                 masks = masks()
-            seats, drafts = batch.sampled_seats, batch.draft_token_ids
-            output = self.sampler(logits[:num_sampled], seats, masks, drafts)
+            drafts = Drafts.of(batch.draft_token_ids) if len(batch.draft_token_ids) else None
+            output = self.sampler(logits[:num_sampled], batch.sampled_seats, masks, drafts)
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
             wanted = logits[num_sampled : num_sampled + len(targets)]
@@ -169,6 +191,21 @@ class ModelRunner:
         self._start(result.arrays, state)
         # After the launch: the next step must not continue from a step that never launched.
         self._last, self._state = result, state
+
+    def draft(
+        self,
+        seats: np.ndarray,
+        rows: np.ndarray,
+        limits: np.ndarray,
+        pack: drafter.Pack,
+        choose: drafter.Choose,
+    ) -> mx.array:
+        """Submit drafts behind the last step, see `Drafter.draft`; returns them, (B, K) int32.  The
+        next step may name them by UNKNOWN_DRAFT."""
+        assert self.drafter is not None, "this model has no drafter"
+        how = seats, rows, limits, pack, choose
+        self._drafts, self._state = self.drafter.draft(*how, self._state)
+        return self._drafts.token_ids
 
     def forget(self) -> None:
         """Drop the last step; its result will not be read."""

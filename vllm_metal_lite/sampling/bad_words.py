@@ -64,7 +64,9 @@ class BadWords(LogitsProcessor[_Words]):
         req_indices = req_indices.astype(np.int32)
         word_seats, seats = mx.array(req_indices[which]), mx.array(req_indices)
         prefix = mx.array(np.concatenate(padded))
-        before = None if drafts is None else [*map(mx.array, drafts.matrix(which))]
+        before = None
+        if drafts is not None:
+            before = mx.array(drafts.token_ids[which]), mx.array(drafts.depth[which][:, None])
 
         def apply(x: mx.array, grammar: TokenMasks | None) -> mx.array:
             """-inf for tokens that would complete a bad word."""

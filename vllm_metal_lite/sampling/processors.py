@@ -23,13 +23,11 @@ from vllm_metal_lite.sampling.logits import row_numbers
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
 from vllm_metal_lite.sampling_params import SamplingParams
 
-NO_DRAFTS = np.zeros(0, np.int32)
-
 
 @dataclass(frozen=True)
 class Drafts:
-    """depth: (T,) uint64, the number of drafts before each row.  token_ids: (T,) int32, the draft
-    after each row, or NO_DRAFT."""
+    """depth: (T,) int32, the number of drafts before each row.  token_ids: (T, K) int32, these
+    drafts, padded at the end."""
 
     depth: np.ndarray
     token_ids: np.ndarray
@@ -39,22 +37,18 @@ class Drafts:
         """token_ids: see ForwardBatch.draft_token_ids."""
         rows = np.arange(len(token_ids))
         starts = np.append(True, token_ids[:-1] == NO_DRAFT)
-        return cls((rows - np.maximum.accumulate(rows * starts)).astype(np.uint64), token_ids)
+        first = np.maximum.accumulate(rows * starts)
+        depth = (rows - first).astype(np.int32)
+        width = np.arange(max(int(depth.max()), 1))
+        at = np.minimum(first[:, None] + width, len(token_ids) - 1)
+        tokens = np.where(width < depth[:, None], token_ids[at], NO_DRAFT)
+        return cls(depth, tokens.astype(np.int32))
 
     def before(self, rows: np.ndarray) -> tuple[mx.array, mx.array]:
         """(index into `rows`, token) of each draft before each of these rows."""
-        tokens, _ = self.matrix(rows)
+        tokens = self.token_ids[rows]
         index, at = np.nonzero(tokens != NO_DRAFT)
         return mx.array(index.astype(np.int32)), mx.array(tokens[index, at])
-
-    def matrix(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The drafts before each of these rows, (R, K) int32 padded at the end, and their number
-        (R, 1)."""
-        depth = self.depth[rows].astype(np.int32)
-        width = np.arange(max(int(depth.max()), 1))
-        at = np.minimum((rows - depth)[:, None] + width, len(self.token_ids) - 1)
-        tokens = np.where(width < depth[:, None], self.token_ids[at], NO_DRAFT)
-        return tokens.astype(np.int32), depth[:, None]
 
 
 LARGE = 1e18  # bounds options that have no limit, so that float32 holds their products
@@ -193,7 +187,7 @@ class MinTokens(LogitsProcessor[tuple[np.ndarray, int]]):
         req_indices, drafts = rows
         known = self._num_generated[req_indices]
         if drafts is not None:
-            known = known + drafts.depth.astype(np.int32)
+            known = known + drafts.depth
         left = {row: min_tokens - int(known[row]) for row, (_, min_tokens) in members}
         below = [(row, stop_token_ids) for row, (stop_token_ids, _) in members if left[row] > 0]
         if not below:

@@ -26,7 +26,6 @@ from vllm_metal_lite.sampling.logprobs import Logprobs, gather_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.penalties import Penalties
 from vllm_metal_lite.sampling.processors import (
-    NO_DRAFTS,
     AllowedTokens,
     Drafts,
     LogitBias,
@@ -157,7 +156,7 @@ class Sampler:
         logits: mx.array,
         req_indices: np.ndarray,
         grammar: TokenMasks | None = None,
-        draft_token_ids: np.ndarray = NO_DRAFTS,
+        drafts: Drafts | None = None,
     ) -> SamplerOutput:
         """Choose the next token of each row; lazy: nothing is evaluated.
 
@@ -165,10 +164,9 @@ class Sampler:
         row, all distinct except for drafts.  Counts one more generated token for each.  If any
         request wants logprobs, all rows get the largest number requested.  grammar: the tokens a
         grammar allows some rows in this step, applied before logprobs.
-        draft_token_ids: see ForwardBatch; empty: no drafts.  A row after drafts is sampled as if
-        these were the request's tokens.  With drafts nothing is counted: `accept` follows.
+        drafts: a row after drafts is sampled as if these were the request's tokens.  Then nothing
+        is counted: `accept` follows.
         """
-        drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
         metadata = self._metadata_for(req_indices, drafts)
         if grammar is not None:
             logits = put_on_device(grammar, len(req_indices))(logits)
@@ -194,6 +192,11 @@ class Sampler:
         if metadata.num_logprobs >= 0:
             logprobs = gather_logprobs(logits, token_ids, metadata.num_logprobs, metadata.named)
         return SamplerOutput(token_ids, logprobs, for_host)
+
+    def reads_drafts(self, req_indices: np.ndarray) -> bool:
+        """Whether a row's options depend on the drafts before the row, not only on their number."""
+        seats = {*self._bad_words.seats, *self._penalties.seats}
+        return not seats.isdisjoint(req_indices.tolist())
 
     def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
         """Count a request's tokens of a step with drafts."""
@@ -229,7 +232,8 @@ class Sampler:
     def _keys(self, req_indices: np.ndarray, drafts: Drafts | None) -> mx.array:
         """(T, 2) uint32, the key of each row's noise."""
         count = self._num_generated[req_indices].astype(np.uint64)
-        counter = (count if drafts is None else count + drafts.depth) * _INCREMENT
+        depth = 0 if drafts is None else drafts.depth.astype(np.uint64)
+        counter = (count + np.uint64(depth)) * _INCREMENT
         return mx.array(_mix(self._seeds[req_indices] + counter).view(np.uint32).reshape(-1, 2))
 
 

@@ -106,10 +106,7 @@ class ChunkSizes:
             rows = max(rows, dict(request.spans).get(start, 0) - start)  # a span may take longer
         left = min(left, rows)
         if request.pictures is not None:
-            may_start = not any(
-                s.request.pictures and s.request.pictures.starts_in(s.num_computed, s.end)
-                for s in out.segments
-            )
+            may_start = not any(s.starts_picture for s in out.segments)
             left = request.pictures.end_of_chunk(start, start + left, may_start) - start
         num_new_tokens = request.last_end(start + left) - start
         if num_new_tokens <= 0 < left:

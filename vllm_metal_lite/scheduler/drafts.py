@@ -4,22 +4,21 @@ A decode with k drafts is a segment of 1 + k rows.  All rows are sampled.  The r
 tokens of the first row and of each row behind an accepted draft.  The next step overwrites K and V
 of the other rows.  So a draft costs only rows, and blocks until the next step.
 
-A recurrent state cannot be overwritten in part.  The segment reads one slot and writes another: if
-all drafts are accepted, the request continues from the second, otherwise from the first, and the
-next step computes the accepted tokens again, as a chunk.  Drafts end where a block ends, so that
-its state can be a checkpoint.
+A recurrent state cannot be overwritten in part.  The segment leaves one state before the drafts and
+one behind them, in two slots.  If some drafts are wrong, the request continues from the first: the
+next step computes the accepted tokens again, before new drafts.  Drafts end where a block ends, so
+that its state can be a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
-from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 
-# (Request, the most tokens) pairs -> the drafts of each; [] for none.
-Propose = Callable[[Sequence[tuple[Request, int]]], Sequence[Sequence[int]]]
+# (Segment, the most tokens) pairs -> the drafts of each request; [] for none.
+Propose = Callable[[Sequence[tuple[Segment, int]]], Sequence[Sequence[int]]]
 
 
 class DraftScheduler:
@@ -30,19 +29,20 @@ class DraftScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether a decode may get drafts: with recurrent layers it needs a second slot."""
+        """Whether a decode may get drafts: with recurrent layers it needs another slot."""
         return self.kv.states is None or self.kv.states.num_available > 0
 
     def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
-        """Lengthen decodes of a scheduled step whose tokens are all known.
+        """Lengthen segments of a scheduled step that end with a request's last token, known.
 
         budget: the most drafts.  num_running: requests that have a seat.
         """
         decodes = out.segments[: out.num_decodes]
-        wanted = [(s, most) for s in decodes if (most := self._room(s)) > 0]
+        ends = [s for s in out.segments if not s.is_prompt and s.end == s.request.num_tokens]
+        wanted = [(s, most) for s in ends if (most := self._room(s)) > 0]
         if budget < 1 or not wanted or not self.has_room:
             return
-        proposed = propose([(segment.request, most) for segment, most in wanted])
+        proposed = propose(wanted)
         lengths = list(map(len, proposed))
         cap = max(lengths)
         while sum(min(length, cap) for length in lengths) > budget:
@@ -56,13 +56,14 @@ class DraftScheduler:
             draft = draft[: min(cap, most)]
             if not draft or not (self._states is None or self._states.lengthen(segment)):
                 continue
-            self._lengthen(segment, draft)
+            self._add(segment, draft)
             spare -= segment.request.num_blocks - owned
             out.total_num_scheduled_tokens += len(draft)
             drafted.append(segment)
         if drafted:
+            longer = [s for s in decodes if s.draft_token_ids]
             plain = [s for s in decodes if not s.draft_token_ids]
-            out.segments[: len(decodes)] = plain + drafted
+            out.segments[: len(decodes)] = plain + longer
             out.num_decodes, out.has_drafts = len(plain), True
 
     def _room(self, segment: Segment) -> int:
@@ -73,7 +74,7 @@ class DraftScheduler:
         most = request.max_length - request.num_tokens - 1
         return most if self._states is None else min(most, -segment.end % size)
 
-    def _lengthen(self, segment: Segment, draft: Sequence[int]) -> None:
+    def _add(self, segment: Segment, draft: Sequence[int]) -> None:
         start, end = segment.num_computed, segment.end + len(draft)
         new = self.kv.allocate(segment.request, start, end)
         assert new is not None, "drafts were cut to the blocks that are left"
@@ -86,14 +87,13 @@ class DraftScheduler:
     def accept(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
         """Keep the accepted drafts.  accepted: the tokens behind the first sampled one.
 
-        False: the request must compute its tokens again, from the segment's start.
+        False: the next step must compute the accepted tokens again.
         """
-        request, first = segment.request, segment.num_computed + 1
+        request, first = segment.request, segment.known_end
         request.token_ids += accepted
         if self._states is not None and len(accepted) < len(segment.draft_token_ids):
             self._states.states.take_back(request)
-            request.num_computed_tokens = segment.num_computed
-            return False
+            return not accepted
         request.num_computed_tokens = end = first + len(accepted)
         output.named += self.kv.name_blocks(request, first, end)
         if self._states is not None:

@@ -34,6 +34,12 @@ class Segment:
         return self.request.is_prompt(self.num_computed)
 
     @property
+    def starts_picture(self) -> bool:
+        """Whether a picture starts in it, for which a tower may run."""
+        pictures = self.request.pictures
+        return pictures is not None and pictures.starts_in(self.num_computed, self.end)
+
+    @property
     def known_end(self) -> int:
         """The end without drafts."""
         return self.end - len(self.draft_token_ids)

@@ -110,8 +110,8 @@ class StateScheduler:
         return True
 
     def lengthen(self, segment: Segment) -> bool:
-        """Let a decode that gets drafts keep the state before them; False without a slot."""
-        slots = self.states.lengthen(segment.request)
+        """Let a segment that gets drafts leave the state before them, too; False without slots."""
+        slots = self.states.lengthen(segment.request, segment.end)
         segment.state = slots or segment.state
         return slots is not None
 

@@ -87,26 +87,29 @@ class StateSlots(BlockPool):
             self.running[request] = state = SegmentState(current, current)
         return state
 
-    def lengthen(self, request: Request) -> SegmentState | None:
-        """The slots of a decode that gets drafts: the state before them stays until the next step.
+    def lengthen(self, request: Request, end: int) -> SegmentState | None:
+        """The slots of a segment that gets drafts behind its `end`: the state there is left in a
+        slot of its own, until the next step.
 
         None: no slot is left.  It may use the reserve of an empty seat: this step admits no more
-        requests, and the next step has the slot back.
+        requests, and the next step has the slots back.
         """
+        if not self.num_available:
+            return None
         state = self.running[request]
-        if state.initial == state.final:
-            if not self.num_available:
-                return None
-            self._held.append(state.initial)
-            self.running[request] = state = SegmentState(state.initial, self._allocate())
+        self.running[request] = state = SegmentState(
+            state.initial, state.final, [*state.checkpoints, (end, slot := self._allocate())]
+        )
+        self._held.append(slot)
         return state
 
     def take_back(self, request: Request) -> None:
         """Return to the state before the drafts of the last step."""
         state = self.running[request]
-        self._held.remove(state.initial)
+        _, slot = state.checkpoints[-1]
+        self._held.remove(slot)
         self._held.append(state.final)
-        self.running[request] = SegmentState(state.initial, state.initial)
+        self.running[request] = SegmentState(slot, slot)
 
     def reserve(self) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""

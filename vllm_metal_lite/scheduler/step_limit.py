@@ -31,7 +31,10 @@ class StepLimit:
         return max(int(left), self.least - rows, 0)
 
     def record(self, out: SchedulerOutput) -> None:
-        """Learn from a step.  A short step says little about long ones, so it lowers nothing."""
+        """Learn from a step.  A short step says little about long ones, so it lowers nothing.  The
+        time of a vision tower says nothing about rows."""
+        if any(s.starts_picture for s in out.segments):
+            return
         rows, work = _size(out)
         width = out.total_num_scheduled_tokens.bit_length()
         is_new = self.compiles and width not in self._widths

@@ -250,7 +250,7 @@ _MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
 
 
 class CountTokensRequest(Body):
-    """The fields that make the prompt.  `context_management` has no effect."""
+    """The fields that make the prompt."""
 
     messages: list[dict[str, Any]]
     system: Any = None
@@ -258,7 +258,6 @@ class CountTokensRequest(Body):
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     thinking: Any = None
-    context_management: Any = None
     mcp_servers: Unsupported = None
     output_format: dict[str, Any] | None = None
 
@@ -276,8 +275,6 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
     max_tokens: Any
     stop_sequences: Any = None
-    metadata: Any = None
-    service_tier: Any = None
 
     def check(self) -> None:
         if self.max_tokens is None:

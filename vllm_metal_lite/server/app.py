@@ -26,7 +26,7 @@ from vllm_metal_lite.server.openai_api import (
 from vllm_metal_lite.server.security import guards
 from vllm_metal_lite.server.server import Server, endpoint
 
-_POSTS: tuple[tuple[str, type[Body], Any], ...] = (
+POSTS: tuple[tuple[str, type[Body], Any], ...] = (
     ("/v1/chat/completions", chat.ChatCompletionRequest, chat.chat_completions),
     ("/v1/completions", completions.CompletionRequest, completions.completions),
     ("/v1/embeddings", pooling.EmbeddingRequest, pooling.embeddings),
@@ -47,11 +47,13 @@ def make_app(server: Server) -> ASGIApp:
     """The ASGI application of a server whose models have been started."""
     routes = [
         Route(path, endpoint(server, body, handler), methods=["POST"])
-        for path, body, handler in _POSTS
+        for path, body, handler in POSTS
     ]
+    bodies = {path: body for path, body, _ in POSTS}
+    bodies |= dict.fromkeys(model_list.POSTS, Body)
     for module in model_list, live, status:
         routes += module.routes(server)
-    routes.append(openapi.route(routes, {path: body for path, body, _ in _POSTS}))
+    routes.append(openapi.route(routes, bodies))
     app = Starlette(
         routes=[*routes, *page.ROUTES],
         middleware=guards(server.config),

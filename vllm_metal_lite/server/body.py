@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.fields import IdleSeconds
 from vllm_metal_lite.server.request_limits import check_fields, check_json
 
 # The known fields of objects within bodies that no type of pydantic describes, by place.
@@ -20,6 +21,10 @@ _NESTED = {
     "text.format": ("type", "name", "description", "schema", "strict"),
     "tools.function": ("name", "description", "parameters", "strict"),
 }
+# Fields without effect.  The log does not name them: clients send them unasked.
+IGNORED = {"client_metadata", "container", "inference_geo", "metadata", "prediction", "verbosity"}
+IGNORED |= {"cache_control", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+IGNORED |= {"context_management", "max_tool_calls", "safety_identifier", "service_tier", "store"}
 
 
 class Body(BaseModel):
@@ -29,13 +34,14 @@ class Body(BaseModel):
 
     model: str | None = None
     user: Any = None  # a part of the client's identity, see `server.endpoint`
+    keep_alive: IdleSeconds = None  # see `Models.use`
 
     _check_fields = model_validator(mode="before")(check_fields)
     _whole = field_validator("*", mode="before")(whole)
 
     def unknown_fields(self) -> Iterator[str]:
         """The names of the fields that no one reads, with their places in the body."""
-        yield from self.model_extra or ()
+        yield from (name for name in self.model_extra or () if name not in IGNORED)
         for place, known in _NESTED.items():
             objects: list[Any] = [self]
             for name in place.split("."):

@@ -11,7 +11,7 @@ from vllm_metal_lite.engine.chat_checkpoints import Message, num_systems
 from vllm_metal_lite.engine.chat_prompt import ChatPrompt
 from vllm_metal_lite.engine.prompt_ids import encode
 from vllm_metal_lite.errors import PromptTooLong
-from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.images.prompts import expand
 from vllm_metal_lite.server.errors import ContextOverflow
 from vllm_metal_lite.server.model_text import ModelText

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import NOT_FINITE, BusyError, MetalLiteError, show
+from vllm_metal_lite.server.stream import DONE, encode, event, sse
 from vllm_metal_lite.server.worker.messages import Delta, EngineLost
 from vllm_metal_lite.server.worker.request_state import ShuttingDown
 
@@ -107,6 +108,17 @@ def anthropic_shape(e: ApiError) -> dict[str, Any]:
     if isinstance(e, ContextOverflow):
         message = f"prompt is too long: {e.num_prompt_tokens} tokens > {e.max_model_len} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_event(e: Exception, path: str) -> bytes:
+    """The end of a stream that an exception ends before its first event."""
+    error = shown_error(e)
+    if path.startswith("/v1/messages"):
+        return sse(encode(anthropic_shape(error)), "error")
+    if path.startswith("/v1/responses"):
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        return event("error", sequence_number=0, **fields)
+    return sse(encode(openai_shape(error))) + DONE
 
 
 def error_response(e: Exception, path: str) -> JSONResponse:

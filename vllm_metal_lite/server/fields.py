@@ -3,12 +3,45 @@
 Errors are ApiError (400).  `where` is the place of an object, such as `tools.0`.
 """
 
+import math
+import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.server.errors import must_be
 
 T = TypeVar("T")
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)"
+_DURATION = re.compile(rf"(-?)((?:{_PART})+)")
+
+
+def _idle_seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, match[2]))
+        return math.inf if match[1] and seconds else seconds
+    try:
+        if isinstance(value, bool) or math.isnan(seconds := float(value)):
+            raise ValueError
+    except (TypeError, ValueError):
+        why = 'must be seconds, or a duration such as "5m" or "1h30m"'
+        raise PydanticCustomError("keep_alive", why) from None
+    return math.inf if seconds < 0 else seconds
+
+
+# The type of Ollama's `keep_alive`, in seconds; below 0 means for ever.  As in OLLAMA_KEEP_ALIVE, a
+# text without a unit is in seconds.
+IdleSeconds = Annotated[
+    float | None,
+    BeforeValidator(_idle_seconds),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
+]
 
 _WORDS: dict[type, str] = {str: "a string", dict: "an object", list: "a list"}
 

@@ -10,17 +10,20 @@ The first model and the pinned ones are loaded at the start, others when a reque
   takes its memory, in the order of the first requests: it waits for its turn, then until enough
   models have left, and then has its memory reserved.  A load that no request waits for ends: at
   once while it waits for memory, otherwise after a minute.
-- leaving: another model needs the memory.  Idle models leave before busy ones, and the least
-  recently used first.  A model that leaves takes no further requests, and is unloaded when its last
-  one has ended.  New requests for it wait for its next load, so no model waits forever.
+- leaving: another model needs the memory, no request came for a while, or a client asked for it.
+  For another one, idle models leave before busy ones, and the least recently used first; each stays
+  for as long as its load took, at most `longest_stay`, so that models that are used in turns do not
+  only load.  A model that leaves takes no further requests, and is unloaded when its last one has
+  ended.  New requests for it wait for its next load, so no model waits forever.
 - failed: requests get the reason, until the time of the next try.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from vllm_metal_lite import backend
@@ -29,7 +32,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, context_of
+from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, read_files
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -50,6 +53,7 @@ class Models:
 
     # How long a load continues after the last request that waited for it has left.
     unwanted_seconds = 60.0
+    longest_stay = 10.0
     _start = staticmethod(EngineClient.start)
     _clock = staticmethod(time.monotonic)
 
@@ -57,6 +61,8 @@ class Models:
         self, specs: list[ModelSpec], config: EngineConfig, server_config: ServerConfig
     ) -> None:
         self.config = config
+        minutes = server_config.idle_unload
+        self._idle_seconds = math.inf if minutes is None else 60 * minutes
         seats, max_waiting = config.max_num_seqs, server_config.max_waiting
         self.by_name = {spec.name: Model(spec, seats, max_waiting) for spec in specs}
         self._memory = backend.memory_limit()
@@ -81,9 +87,10 @@ class Models:
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
         for i, model in enumerate(self.by_name.values()):
-            model.context = await offload(context_of, model.spec.source, self.config.max_model_len)
+            reading = offload(read_files, model.spec.source, self.config.max_model_len)
+            model.context, model.only_pools = await reading
             if i == 0 or model.spec.pinned:
-                self._release(await self._acquire(model))
+                self._count(model, await self._acquire(model), -1)
         self._has_started = True
 
     async def stop(self) -> None:
@@ -95,11 +102,14 @@ class Models:
         await asyncio.gather(*(client.stop() for client in self.loaded.values()))
 
     @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
+    async def use(
+        self, name: str | None, idle_seconds: float | None = None
+    ) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
-        If name is None or empty, this is the first model.  Raises ApiError with 404 for an unknown
-        name and with 503 for a model that does not load; BusyError if no further request may wait.
+        If name is None or empty, this is the first model.  idle_seconds: from now on the engine
+        leaves after so long without requests.  Raises ApiError with 404 for an unknown name and
+        with 503 for a model that does not load; BusyError if no further request may wait.
         """
         model = self.find(name)
         try:
@@ -109,10 +119,25 @@ class Models:
             why = f"The model `{model.spec.name}` cannot be loaded: {e}"
             wait = {"Retry-After": str(left)}
             raise ApiError(503, why, code="model_not_loaded", headers=wait) from e
+        if idle_seconds is not None:
+            engine.idle_seconds = idle_seconds
         try:
             yield model.spec, engine.client
         finally:
-            self._release(engine)
+            self._count(model, engine, -1)
+
+    async def unload(self, name: str | None) -> Model:
+        """Unload a model once its requests have ended; nothing happens if it is not loaded.
+
+        Raises ApiError with 404 for an unknown name and with 409 for a pinned model.
+        """
+        model = self.find(name)
+        if model.spec.pinned:
+            why = f"The model `{model.spec.name}` is pinned: it stays loaded."
+            raise ApiError(409, why, param="model")
+        if model.engine is not None and model.engine.alive:
+            await self._unload(model, model.engine, "a client asked for it")
+        return model
 
     def find(self, name: str | None) -> Model:
         """Raises ApiError (404) for an unknown name."""
@@ -127,7 +152,7 @@ class Models:
         """A model's engine, with the caller as a user; loads the model if necessary."""
         engine = model.engine
         if engine is not None and engine.takes_requests:
-            engine.users += 1
+            self._count(model, engine, 1)
             return engine
         if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
@@ -146,7 +171,7 @@ class Models:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
             if loading.done() and not loading.cancelled() and loading.exception() is None:
-                self._release(loading.result())
+                self._count(model, loading.result(), -1)
             raise
         finally:
             model.num_waiting -= 1
@@ -161,10 +186,22 @@ class Models:
             loading.exception()  # marks it as read: perhaps no request waits for this load
         self._changed.set()
 
-    def _release(self, engine: LoadedEngine) -> None:
-        engine.users -= 1
+    def _count(self, model: Model, engine: LoadedEngine, users: int) -> None:
+        """Count the users that come; below 0: that leave.  Without users it leaves in time."""
+        engine.users += users
         engine.last_used = self._clock()
+        if engine.idle is not None:
+            engine.idle.cancel()
+        seconds = engine.idle_seconds
+        if not (engine.users or model.spec.pinned or seconds == math.inf):
+            loop = asyncio.get_running_loop()
+            engine.idle = loop.call_later(seconds, self._leave, model, engine, seconds)
         self._changed.set()
+
+    def _leave(self, model: Model, engine: LoadedEngine, seconds: float) -> None:
+        if engine.takes_requests:
+            unloading = self._unload(model, engine, f"no request for {seconds:g} s")
+            model.leaving = asyncio.ensure_future(unloading)
 
     # Load and unload
 
@@ -191,16 +228,19 @@ class Models:
             raise error from e
         assert model.engine is not None
         # Users from here on: the next load must not take the engine away.
-        model.engine.users += model.num_waiting
+        self._count(model, model.engine, model.num_waiting)
         return model.engine
 
     async def _start_engine(self, model: Model) -> None:
         began, model.made_room = 0.0, False
+        model.forget_stages()
+        model.begin("starting a process")
 
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal began
             size = self._size(weight_bytes)
             model.waits_for_memory = True
+            model.begin("waiting for memory")
             async with self._taking_memory:
                 await self._make_room(model, size)
                 model.reserved = size
@@ -211,9 +251,12 @@ class Models:
         # A model that cannot be loaded must not take the room of one that works.
         check = self.config if len(self.by_name) > 1 else None
         try:
-            client = await self._start(model.spec.source, configure, check)
+            client = await self._start(model.spec.source, configure, check, model.begin)
+            model.begin("")
             now, size = self._clock(), model.reserved
-            model.engine, model.failure = LoadedEngine(client, size, last_used=now), None
+            stays_until = now + min(now - began, self.longest_stay)
+            model.engine = LoadedEngine(client, size, now, stays_until, self._idle_seconds)
+            model.failure, model.facts = None, client.facts
         finally:
             model.reserved, model.waits_for_memory = 0, False
         if model.spec.chat_format is not None:
@@ -246,32 +289,37 @@ class Models:
                 await self._change()
                 continue
             victim = min(others, key=lambda m: (others[m].users > 0, others[m].last_used))
-            await self._unload(victim, others[victim], model)
+            if (left := others[victim].stays_until - self._clock()) > 0:
+                await self._change(left)
+                continue
+            await self._unload(victim, others[victim], f"{model.spec.name} needs its room")
+            model.made_room = True
 
-    async def _unload(self, victim: Model, engine: LoadedEngine, model: Model) -> None:
-        """Unload a model for another one; it stays if the load of that one is cancelled before."""
-        engine.leaves = True
+    async def _unload(self, model: Model, engine: LoadedEngine, why: str) -> None:
+        """Unload a model once its requests have ended; it stays if this is cancelled before."""
+        engine.leaves += 1
         try:
             while engine.alive and engine.users:
                 await self._change()
         except asyncio.CancelledError:
-            engine.leaves = False
+            engine.leaves -= 1
             self._changed.set()
             raise
-        model.made_room = True
-        self._log(f"the model {victim.spec.name} makes room for {model.spec.name}")
-        # The stop continues if this load is cancelled.
-        await asyncio.shield(self._stop(victim, engine))
+        self._log(f"the model {model.spec.name} is unloaded: {why}")
+        # The stop continues if this is cancelled.
+        await asyncio.shield(self._stop(model, engine))
 
     async def _stop(self, model: Model, engine: LoadedEngine) -> None:
         await engine.client.stop()
-        model.engine = None
+        if model.engine is engine:  # two unloads may wait for one engine
+            model.engine = None
         self._changed.set()
 
-    async def _change(self) -> None:
-        """Wait until a request leaves or a load ends."""
+    async def _change(self, seconds: float | None = None) -> None:
+        """Wait until a request comes or leaves or a load ends.  seconds: at most so long."""
         self._changed.clear()
-        await self._changed.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
 
     def _log(self, text: str) -> None:
         """Log a line, which the command line prints where there are several models."""

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.eyes import Processor, too_many
-from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.media import Media
 from vllm_metal_lite.server.offload import REQUESTER, check_wanted

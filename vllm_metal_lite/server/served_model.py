@@ -1,8 +1,11 @@
 """A model of the server: its spec, its engine, and whether it is loaded, loading or failed."""
 
 import asyncio
+import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -10,6 +13,8 @@ from vllm_metal_lite.errors import NOT_FINITE, BusyError, ModelLoadError
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import read_json
+from vllm_metal_lite.model.files.pooling_config import only_pools
+from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.worker.client import EngineClient
 
 
@@ -32,15 +37,19 @@ class ModelSpec:
 class LoadedEngine:
     """A model's engine.
 
-    size: the bytes that it may use.  users: the number of requests that hold it.
-    leaves: another model needs its memory.
+    size: the bytes that it may use.  stays_until: when another model may take them.
+    idle_seconds: after so long without requests it leaves; idle: the timer for that.
+    users: the number of requests that hold it.  leaves: the number of unloads that wait for them.
     """
 
     client: EngineClient
     size: int
     last_used: float
+    stays_until: float
+    idle_seconds: float
+    idle: asyncio.TimerHandle | None = None
     users: int = 0
-    leaves: bool = False
+    leaves: int = 0
 
     @property
     def alive(self) -> bool:
@@ -63,9 +72,13 @@ class Model:
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
+        self.leaving: asyncio.Task[None] | None = None  # its unload after an idle time
         self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # its length in tokens, as the model's files say
+        self.only_pools = False  # whether it is made for embeddings or scores alone
+        self.facts: ModelFacts | None = None  # of its latest engine
+        self._stages: dict[str, float] = {}  # of its latest load: when each began; "": its end
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model
@@ -94,6 +107,25 @@ class Model:
     def is_loading(self) -> bool:
         return self.loading is not None and not self.loading.done()
 
+    def begin(self, stage: str) -> None:
+        """Note a stage of its load, by the line that reports it.  "": the load has ended."""
+        self._stages.setdefault(re.split("[:,]", stage)[0], time.monotonic())
+
+    def forget_stages(self) -> None:
+        self._stages.clear()
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """How long each stage of its latest load took, in order."""
+        pairs = pairwise(self._stages.items())
+        return {stage: round(end - began, 3) for (stage, began), (_, end) in pairs}
+
+    @property
+    def progress(self) -> str:
+        """What a request for it waits for, in one line."""
+        stage = next(reversed(self._stages), "")
+        return f"the model {self.spec.name} is {self.state}: {stage}"
+
     @property
     def state(self) -> str:
         """One of "loaded", "loading", "failed" and "unloaded"."""
@@ -114,11 +146,14 @@ class Model:
         return self.failure
 
 
-def context_of(source: str, max_model_len: int | None) -> int | None:
-    """The context of a model whose files are on this machine; None if only loading will tell."""
+def read_files(source: str, max_model_len: int | None) -> tuple[int | None, bool]:
+    """The context of a model whose files are on this machine, None if only loading will tell; and
+    whether the model is made for embeddings or scores alone."""
+    folder = context = None
     with suppress(ModelLoadError, OSError):
-        file = find(source, download=False) / "config.json"
+        folder = find(source, download=False)
+        file = folder / "config.json"
         config = read_json(file) if file.is_file() else {}  # reading a pipe may never end
         if (length := configured_length(config)) is not None:
-            return min(length, max_model_len or length)
-    return None
+            context = min(length, max_model_len or length)
+    return context, only_pools(folder, source)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +17,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.body import B, Body, read_body
-from vllm_metal_lite.server.errors import ContextOverflow, error_response
+from vllm_metal_lite.server.errors import ContextOverflow, error_event, error_response
 from vllm_metal_lite.server.media import Media
 from vllm_metal_lite.server.model_text import ModelText
 from vllm_metal_lite.server.models import Models
@@ -25,7 +26,14 @@ from vllm_metal_lite.server.pictures import Pictures
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.request_limits import check_logprobs
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import KEEP_ALIVE, ClientGone, EventStream, cancel_if, until_gone
+from vllm_metal_lite.server.stream import (
+    KEEP_ALIVE,
+    ClientGone,
+    EventStream,
+    cancel_if,
+    discard,
+    until_gone,
+)
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add
 from vllm_metal_lite.server.worker.request_state import RequestState, ShuttingDown
@@ -194,8 +202,26 @@ def endpoint(
             REQUESTER.set(replace(requester, client=(requester.client, body.user)))
         server.note_unknown(path, body)
         body.check()
+        model, seconds = server.models.find(body.model), server.config.keep_alive
+        if model.state == "loaded" or not getattr(body, "stream", False):
+            return await handle(body)
+        handled = cancel_if(server.ended.wait(), ShuttingDown, handle(body))
+        handling = asyncio.ensure_future(handled)
+        try:
+            await asyncio.wait([handling], timeout=seconds)
+        except asyncio.CancelledError:
+            await discard(handling)
+            raise
+        if handling.done():
+            return handling.result()
+        # The stream begins while the model is loaded: clients and proxies end silent connections.
+        failed = partial(error_event, path=path)
+        return EventStream.late(handling, lambda: model.progress, failed, seconds)
+
+    async def handle(body: B) -> Response:
         async with AsyncExitStack() as resources:
-            model, engine = await resources.enter_async_context(server.models.use(body.model))
+            using = server.models.use(body.model, body.keep_alive)
+            model, engine = await resources.enter_async_context(using)
             try:
                 return await handler(Serving(server, model.name, engine, resources), body)
             except ContextOverflow as e:

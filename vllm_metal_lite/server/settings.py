@@ -53,6 +53,11 @@ class ServerConfig:
         number(0, above=True),
         Flag("S", "seconds without a token, after which a stream gets a keep-alive event"),
     ] = 5
+    idle_unload: Annotated[
+        float | None,
+        number(0, above=True),
+        Flag("MINUTES", "unload a model after so long without requests (default: never)"),
+    ] = None
     memory_budget_gib: Annotated[
         float | None,
         number(0, above=True),

@@ -31,6 +31,8 @@ def model_status(model: Model) -> dict[str, Any]:
         template, chat_format = client.model.template, client.model.chat_format
         status |= {
             "pid": client.pid,
+            "start_seconds": model.stage_seconds,
+            "first_token_seconds": client.first_token_seconds,
             "stuck": client.is_stuck,
             "metrics": client.metrics,
             "chat_format": chat_format.name,

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
@@ -76,6 +76,41 @@ class EventStream(Response):
         self._events, self._resources = events, resources
         self._keep_alive, self._seconds = keep_alive, seconds
 
+    @classmethod
+    def late(
+        cls,
+        answer: asyncio.Task[Response],
+        progress: Callable[[], str],
+        failed: Callable[[Exception], bytes],
+        seconds: float,
+    ) -> "EventStream":
+        """A stream that begins now, with comments about the progress, for one that comes later.
+
+        answer: it gives the stream.  failed: makes the event for its error.
+        """
+
+        def comment() -> bytes:
+            return f": {progress()}\n\n".encode()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield comment()
+            try:
+                later = await answer
+            except Exception as e:
+                yield failed(e)
+                return
+            assert isinstance(later, EventStream), "a request for a stream gets a stream"
+            stream._keep_alive = later._keep_alive
+            async with later._resources:
+                async for event in later._events:
+                    yield event
+
+        made, resources = events(), AsyncExitStack()
+        resources.push_async_callback(discard, answer)  # if the client goes before it
+        resources.push_async_callback(made.aclose)
+        stream = cls(made, comment, seconds, resources)
+        return stream
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -105,6 +140,14 @@ class EventStream(Response):
             self._sent_at = time.monotonic()
 
 
+async def discard(answer: asyncio.Task[Response]) -> None:
+    """Cancel the work for a response.  A stream that no client reads holds nothing any longer."""
+    answer.cancel()
+    (response,) = await asyncio.gather(answer, return_exceptions=True)
+    if isinstance(response, EventStream):
+        await response._resources.aclose()
+
+
 def sse(data: str, event: str | None = None) -> bytes:
     """The bytes of one event.  data: one line, such as JSON."""
     name = f"event: {event}\n" if event else ""
@@ -118,3 +161,4 @@ def event(kind: str, **fields: Any) -> bytes:
 
 
 KEEP_ALIVE = b": keep-alive\n\n"  # ignored by every parser of events
+DONE = sse("[DONE]")  # the end of OpenAI's streams

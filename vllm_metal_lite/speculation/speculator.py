@@ -6,7 +6,7 @@ Pace measures how long steps take on this machine, by their number of rows.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from itertools import product, takewhile
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,9 +18,11 @@ from vllm_metal_lite.speculation.lookup import look_up
 
 _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
-_MIN_KNOWN = 4
+_MIN_KNOWN = 6
+_FORGET = 256  # after this number of steps, the oldest time of each drafted width is forgotten
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
-_TRIES = 0.1  # the most of all time that goes to widths which are not known yet
+_TRIES = 0.1
+PLAIN = -1  # no drafts
 
 
 def width(num_rows: int) -> int:
@@ -29,37 +31,55 @@ def width(num_rows: int) -> int:
 
 
 class Pace:
-    """Measures the seconds of steps without prompts, by their rows, with drafts and without."""
+    """Measures the seconds of steps without prompts, by their rows and by how they got drafts.
+
+    num_model_drafts: the most drafts of a request that the drafter made for the step; 0: all
+    drafts were looked up; PLAIN: the step has no drafts.
+    tries: the most of all time that goes to widths which are not known yet.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[bool, int], deque[float]] = {}  # by (drafted, width)
+        self.tries = _TRIES
+        self._times: dict[tuple[int, int], deque[float]] = {}  # by (num_model_drafts, width)
         # The seconds of all steps, and of drafted steps whose width was not known.
         self._seconds = self._tried = 0.0
+        self._num_steps = 0
 
-    def record(self, num_rows: int, drafted: bool, seconds: float) -> None:
-        key = drafted, width(num_rows)
+    def record(self, num_rows: int, num_model_drafts: int, seconds: float) -> None:
+        key = num_model_drafts, width(num_rows)
         times = self._times.setdefault(key, deque(maxlen=_KEPT))
         self._seconds += seconds
-        self._tried += seconds * (drafted and len(times) < _MIN_KNOWN)
+        self._tried += seconds * (num_model_drafts != PLAIN and len(times) < _MIN_KNOWN)
         times.append(seconds)
+        self._num_steps += 1
+        if self._num_steps % _FORGET == 0:  # what was slow once is tried again
+            for (drafts, _), found in self._times.items():
+                if drafts != PLAIN and found:
+                    found.popleft()
 
-    def ratio(self, num_decodes: int, num_rows: int) -> float:
+    def ratio(self, num_decodes: int, num_rows: int, num_model_drafts: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
 
         Infinite if plain steps must be measured first, or if a new width must wait because its
         first step compiles.
         """
-        plain, drafted = self._known(False, num_decodes), self._known(True, num_rows)
+        plain = self._known(PLAIN, num_decodes)
+        drafted = self._known(num_model_drafts, num_rows)
         if plain and drafted:
             return drafted / plain
-        is_new = (True, width(num_rows)) not in self._times
-        if drafted or (is_new and self._tried > _TRIES * self._seconds):
+        is_new = (num_model_drafts, width(num_rows)) not in self._times
+        if drafted or (is_new and self._tried > self.tries * self._seconds):
             return math.inf
         return _UNKNOWN
 
-    def _known(self, drafted: bool, num_rows: int) -> float:
+    @property
+    def num_known(self) -> int:
+        """How many kinds of steps are known."""
+        return sum(len(times) >= _MIN_KNOWN for times in self._times.values())
+
+    def _known(self, num_model_drafts: int, num_rows: int) -> float:
         """The seconds of steps of this width; 0 until they are known."""
-        times = self._times.get((drafted, width(num_rows)), ())
+        times = self._times.get((num_model_drafts, width(num_rows)), ())
         return min(times) if len(times) >= _MIN_KNOWN else 0.0
 
 
@@ -75,13 +95,12 @@ _RECOVER = 0.02  # share of the way back to the first counts, per step without a
 
 
 class _Record:
-    """How well the drafts of a request do.  proposed: the last draft, before any constraint."""
+    """How well the drafts of a request do that come from one source."""
 
-    __slots__ = ("accepted", "proposed", "rejected")
+    __slots__ = ("accepted", "rejected")
 
     def __init__(self) -> None:
         self.accepted, self.rejected = _ACCEPTED, _REJECTED
-        self.proposed: Sequence[int] = ()
 
     @property
     def rate(self) -> float:
@@ -104,76 +123,138 @@ class _Record:
         return p * (1 - p**num_drafts) / (1 - p)
 
 
+class _History:
+    """A request's records by source, lookup and the drafter; its last draft, before any constraint,
+    and the record of the draft's source."""
+
+    __slots__ = ("of_last", "proposed", "records")
+
+    def __init__(self) -> None:
+        self.records = _Record(), _Record()
+        self.proposed: Sequence[int] = ()
+        self.of_last = self.records[0]
+
+
+# The drafts that a model makes: ((request, the most tokens) pairs) -> the drafts of each.
+DraftByModel = Callable[[Sequence[tuple[Request, int]]], Sequence[list[int]]]
+
+
 class Speculator:
     """Proposes drafts where they pay, and records how many are accepted.
 
     tokens_of: returns the known tokens of a running request, (n,) int32.
+    draft: makes drafts by a model, at most max_model_drafts for a request; 0: there is no model.
     """
 
-    def __init__(self, tokens_of: Callable[[Request], np.ndarray]) -> None:
-        self._tokens_of = tokens_of
+    def __init__(
+        self,
+        tokens_of: Callable[[Request], np.ndarray],
+        draft: DraftByModel | None = None,
+        max_model_drafts: int = 0,
+    ) -> None:
+        self._tokens_of, self._draft_by_model = tokens_of, draft
+        self._max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
-        self._records = WeakKeyDictionary[Request, _Record]()  # forgotten with the request
+        self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
+        self._num_model_drafts = 0  # in the last draft
+        self.num_since_model = 0  # steps since the model made drafts
         self._turn = 0
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         """Whether the next step will probably have drafts.  If so, it waits for the tokens of the
-        step in flight, because the lookup starts from them."""
+        step in flight, because the drafts start from them."""
         count = min(len(decodes), _LOOKUPS)
         self._turn += count
         looked_at = [decodes[(self._turn + i) % len(decodes)] for i in range(count)]
         # The first of these drafts is the token in flight.
-        drafts = [self._draft(request, MAX_DRAFT + 1)[1:] for request in looked_at]
-        return self._best_cap(looked_at, drafts, len(decodes)) > 0
+        drafts = [self._look_up(request, MAX_DRAFT + 1)[1:] for request in looked_at]
+        limits = [MAX_DRAFT] * count
+        return any(self._choose(looked_at, limits, drafts, len(decodes)))
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes.  wanted: pairs (request, the most tokens that it may draft)."""
         requests = [request for request, _ in wanted]
-        drafts = [self._draft(request, min(most, MAX_DRAFT)) for request, most in wanted]
-        cap = self._best_cap(requests, drafts, len(wanted))
+        limits = [min(most, MAX_DRAFT) for _, most in wanted]
+        drafts = [self._look_up(*each) for each in zip(requests, limits, strict=True)]
+        cap, by_model = self._choose(requests, limits, drafts, len(wanted))
+        asked = []
+        for i, (request, most) in enumerate(zip(requests, limits, strict=True)):
+            drafts[i], history = drafts[i][:cap], self._history(request)
+            lengths = len(drafts[i]), min(by_model, most)
+            looked_up, by_drafter = _expected(history, lengths)
+            history.of_last = history.records[by_drafter > looked_up]
+            if by_drafter > looked_up:
+                asked.append((i, lengths[1]))
+        self._num_model_drafts = by_model if asked else 0
+        self.num_since_model = 0 if asked else self.num_since_model
+        if asked:
+            assert self._draft_by_model is not None, "a model was chosen"
+            made = self._draft_by_model([(requests[i], count) for i, count in asked])
+            for (i, _), draft in zip(asked, made, strict=True):
+                drafts[i] = draft
         for request, draft in zip(requests, drafts, strict=True):
-            self._record(request).proposed = draft[:cap]
-        return [draft[:cap] for draft in drafts]
+            self._history(request).proposed = draft
+        return drafts
 
-    def _draft(self, request: Request, most: int) -> list[int]:
+    def _look_up(self, request: Request, most: int) -> list[int]:
         return look_up(self._tokens_of(request), most).tolist()
 
-    def _best_cap(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], num_decodes: int
-    ) -> int:
-        """The length of drafts that gives the most tokens a second; 0 if no drafts are better."""
-        best, best_gain = 0, _MARGIN
-        for cap in _CAPS if any(drafts) else ():
-            lengths = [min(len(draft), cap) for draft in drafts]
-            expected = sum(
-                self._record(request).expected(length)
-                for request, length in zip(requests, lengths, strict=True)
-                if length
-            )
-            ratio = self.pace.ratio(num_decodes, num_decodes + sum(lengths))
-            gain = (1 + expected / num_decodes) / ratio
-            if gain > best_gain:
-                best, best_gain = cap, gain
+    def _choose(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        looked_up: Sequence[Sequence[int]],
+        num_decodes: int,
+    ) -> tuple[int, int]:
+        """The lengths of drafts, looked up and by the model, that give the most tokens a second; a
+        request gets the better of the two.  (0, 0) if no drafts are better."""
+        best, best_gain = (0, 0), _MARGIN
+        histories = [self._history(request) for request in requests]
+        caps = (*_CAPS, 0) if any(looked_up) else (0,)
+        for cap, by_model in product(caps, range(self._max_model_drafts + 1)):
+            expected, num_drafts, used = 0.0, 0, 0
+            for history, limit, found in zip(histories, limits, looked_up, strict=True):
+                lengths = min(len(found), cap), min(by_model, limit)
+                gains = _expected(history, lengths)
+                is_better = gains[1] > gains[0]
+                expected += gains[is_better]
+                num_drafts += lengths[is_better]
+                used |= is_better and by_model
+            if num_drafts:
+                ratio = self.pace.ratio(num_decodes, num_decodes + num_drafts, used)
+                gain = (1 + expected / num_decodes) / ratio
+                if gain > best_gain:
+                    best, best_gain = (cap, by_model), gain
         return best
 
-    def _record(self, request: Request) -> _Record:
-        return self._records.setdefault(request, _Record())
+    def _history(self, request: Request) -> _History:
+        found = self._histories.get(request)
+        if found is None:
+            found = self._histories[request] = _History()
+        return found
 
     def record(
         self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None
     ) -> None:
         """Record a step.  accepted: for each request with drafts, in order, how many were accepted.
         seconds: None if the step's time is not known."""
+        self.num_since_model += 1
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
-            record = self._record(segment.request)
-            pairs = zip(record.proposed, segment.draft_token_ids, strict=False)
+            history = self._history(segment.request)
+            pairs = zip(history.proposed, segment.draft_token_ids, strict=False)
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if own:
-                record.record(min(count, own), own)
+                history.of_last.record(min(count, own), own)
         for segment in output.segments[: output.num_decodes]:
-            if segment.request in self._records:
-                self._records[segment.request].recover()
+            if (found := self._histories.get(segment.request)) is not None:
+                for record in found.records:
+                    record.recover()
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
-            self.pace.record(rows, bool(drafted), seconds)
+            self.pace.record(rows, self._num_model_drafts if drafted else PLAIN, seconds)
+
+
+def _expected(history: _History, lengths: tuple[int, int]) -> list[float]:
+    """The expected accepted drafts of each source, for drafts of these lengths."""
+    return [r.expected(n) for r, n in zip(history.records, lengths, strict=True)]

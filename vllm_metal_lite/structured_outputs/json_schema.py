@@ -19,6 +19,9 @@ _NUMBERS = re.compile(
 )
 # The formats that llguidance follows.  By the standard all others say nothing about the text.
 _FORMATS = re.compile("date-time|time|date|duration|email|hostname|ipv4|ipv6|uuid|uri")
+# Keywords that llguidance lacks, with values that allow all: zod's records have the first one.
+_SAYS_NOTHING: list[tuple[str, Any]] = [("propertyNames", {"type": "string"})]
+_SAYS_NOTHING += [("propertyNames", {}), ("uniqueItems", False)]
 # llguidance carries numbers as floats, and reads longer ones wrongly.
 _MOST_INTEGER, _MOST_DIGITS, _MOST_EXPONENT = 2**53 - 1, 15, 22
 Change = Callable[[dict[str, Any], str], dict[str, Any]]
@@ -133,7 +136,8 @@ def closed(schema: Any) -> Any:
 
 
 def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
-    kept = {k: v for k, v in part.items() if k not in ("default", "examples")}
+    without = "default", "examples"
+    kept = {k: v for k, v in part.items() if k not in without and (k, v) not in _SAYS_NOTHING}
     for name, most in (("maximum", _MOST_INTEGER), ("minimum", -_MOST_INTEGER)):
         _narrow(kept, name, most)
     new = {k: _exact(v, f"{place}.{k}") if _NUMBERS.fullmatch(k) else v for k, v in kept.items()}

@@ -256,3 +256,57 @@ def test_it_scrolls_along_only_at_the_end(open_page):
     page.fill("#prompt", "a line\n" * 20)
     to_end, composer = (page.locator(name).bounding_box() for name in ("#to-end", "#composer .box"))
     assert to_end["y"] + to_end["height"] <= composer["y"]
+
+
+def test_send_is_enabled_while_there_is_something_to_send(view, page):
+    send = page.locator("#send")
+    expect(send).to_be_disabled()
+    page.fill("#prompt", "  \n")
+    expect(send).to_be_disabled()
+    page.fill("#prompt", "hello")
+    ready = send.evaluate("e => getComputedStyle(e).backgroundColor")
+    page.set_input_files("#attach", {"name": "a.md", "mimeType": "", "buffer": b"a"})
+    expect(page.locator("#attached li")).to_have_count(1)
+    page.fill("#prompt", "")
+    expect(send).to_be_enabled()  # the file alone
+    page.get_by_label("Remove a.md").click()
+    expect(send).to_be_disabled()
+    expect(send).not_to_have_css("background-color", ready)
+
+
+def test_a_model_of_embeddings_is_not_for_chats(open_page):
+    view = open_page(opens=False)
+    names = {"org/Embed-1B": "embedding", "org/Chat-1B": "completion", "a/Twin": "completion"}
+    names["b/Twin"] = "completion"
+    data = [{"id": name, "capabilities": [kind]} for name, kind in names.items()]
+    view.page.route("**/v1/models", lambda route: route.fulfill(json={"data": data}))
+    view.open()
+    options = view.page.locator("#model option")
+    expect(options).to_have_text(["Embed-1B (no chat)", "Chat-1B", "a/Twin", "b/Twin"])
+    expect(options.first).to_be_disabled()
+    expect(view.page.locator("#model")).to_have_value("org/Chat-1B")
+    view.answer_with({"content": "Good."})
+    assert view.body_of("hello")["model"] == "org/Chat-1B"
+    view.answered(1)
+    del data[1:]
+    view.reload()
+    expect(view.page.locator("#problem-text")).to_contain_text("No model of this server chats")
+    view.page.fill("#prompt", "hello")
+    expect(view.page.locator("#send")).to_be_disabled()
+
+
+def test_the_examples_suit_the_model_that_is_chosen(open_page):
+    view = open_page(opens=False)
+    sees = {"id": "eyes", "root": "org/eyes", "input_modalities": ["text", "image"]}
+    data = [{"id": "tiny", "root": "demo"}, {"id": "big", "root": "org/big"}, sees]
+    view.page.route("**/v1/models", lambda route: route.fulfill(json={"data": data}))
+    view.open()
+    found = {}
+    for name in "tiny", "big", "eyes":
+        view.page.select_option("#model", name)
+        found[name] = view.page.locator("#examples button").all_inner_texts()
+    assert found["tiny"][0].startswith("Hi, my name is Ada")
+    assert not set(found["tiny"]) & set(found["big"])
+    with view.page.expect_file_chooser():
+        view.page.get_by_role("button", name="What is in this picture?").click()
+    expect(view.page.locator("#prompt")).to_have_value("What is in this picture?")

@@ -29,3 +29,17 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline():
         assert ".innerHTML" not in text, path
     index = (FOLDER / "index.html").read_text("utf-8")
     assert not re.search(r"<style|<script>|\son[a-z]+=|\sstyle=", index)
+
+
+def test_sizes_are_those_of_the_scales():
+    """Spaces, corners and type come from variables, and each variable is used."""
+    sheets = [path.read_text("utf-8") for path in FOLDER.glob("*.css")]
+    rules = re.sub(r"/\*.*?\*/", "", "".join(sheets), flags=re.S)
+    kinds = r"(?:margin|padding|gap|column-gap|border-radius|font|font-size)(?:-[a-z-]+)?"
+    sizes = re.findall(rf"[ {{;]({kinds}): ([^;}}]+)", rules)
+    assert len(sizes) > 150
+    literal = re.compile(r"(?<![\w.-])(?!0|1px)[\d.]+(?:px|rem|pt)")
+    assert not [size for size in sizes if literal.search(size[1])]
+    scripts = "".join(path.read_text("utf-8") for path in FOLDER.rglob("*.js"))
+    defined = set(re.findall(r"(--[\w-]+):", rules))
+    assert not {name for name in defined if not re.search(rf"{name}[\")]", rules + scripts)}

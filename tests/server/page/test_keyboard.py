@@ -93,3 +93,79 @@ def test_the_view_of_the_engine_gives_the_focus_back(view, page, path):
     page.locator("#engine-close").press("Enter")
     expect(page.locator("#engine")).to_be_hidden()
     expect(page.locator("#engine-toggle")).to_be_focused()
+
+
+_REACHABLE = "button, select, textarea, input, summary, a[href], canvas, [tabindex]"
+_SEEN = f"""() => [...document.querySelectorAll("{_REACHABLE}")]
+  .filter((e) => e.checkVisibility({{ visibilityProperty: true }}) && !e.disabled)
+  .filter((e) => !e.closest("[inert]"))
+  .filter((e) => !document.querySelector("dialog[open]") || e.closest("dialog"))
+  .map((e) => [...document.querySelectorAll("*")].indexOf(e))"""
+_FOCUSED = """() => {
+  const e = document.activeElement;
+  const marked = [e, e.closest(".file"), e.closest(".box")].filter(Boolean).some((part) => {
+    const style = getComputedStyle(part);
+    return style.outlineStyle !== "none" || part.matches(".box");  // whose border changes
+  });
+  return [[...document.querySelectorAll("*")].indexOf(e), marked];
+}"""
+
+
+def walk(page) -> None:
+    """Tab through the page: the keyboard reaches each control that is seen, and the focus shows."""
+    wanted = page.evaluate(_SEEN)
+    reached = set()
+    for _ in range(len(wanted) + 8):  # some elements are the browser's own
+        page.keyboard.press("Tab")
+        index, marked = page.evaluate(_FOCUSED)
+        if index in wanted:
+            assert marked, page.evaluate("document.activeElement.outerHTML")
+            reached.add(index)
+    names = "i => document.querySelectorAll('*')[i].outerHTML"
+    assert not [page.evaluate(names, i) for i in wanted if i not in reached]
+
+
+@pytest.mark.parametrize("width", [390, 1280, 1600])
+def test_tab_reaches_everything(open_page, width):
+    view = open_page(viewport={"width": width, "height": 900})
+    page = view.page
+    text = "```c\n1\n```\n\n| a |\n|---|\n| 1 |\n\n[there](https://example.com)"
+    view.answer_with({"reasoning_content": "hm"}, {"content": text})
+    page.set_input_files("#attach", {"name": "a.md", "mimeType": "", "buffer": b"a"})
+    expect(page.locator("#attached li")).to_have_count(1)
+    view.answer_to("hello")
+    page.set_input_files("#attach", {"name": "b.md", "mimeType": "", "buffer": b"b"})
+    expect(page.locator("#attached li")).to_have_count(1)
+    walk(page)
+    if page.locator("#sidebar-toggle").is_visible():
+        page.locator("#sidebar-toggle").press("Enter")
+        expect(page.locator("#new")).to_be_focused()
+        walk(page)
+        page.keyboard.press("Escape")
+    page.locator("#settings-open").press("Enter")
+    walk(page)
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings-open")).to_be_focused()
+    if width < 1440:
+        page.locator("#engine-toggle").press("Enter")
+        expect(page.locator("#engine-close")).to_be_focused()
+        walk(page)
+
+
+def test_arrows_point_at_steps_and_blocks(open_page):
+    view = open_page(viewport={"width": 1600, "height": 900}, opens=False)
+    view.seat(running=30)
+    view.open()
+    page = view.page
+    expect(page.locator("#requests li")).to_have_count(30)
+    page.focus("#pool")
+    for _ in range(60):
+        page.keyboard.press("ArrowUp")
+    for _ in range(200):
+        page.keyboard.press("ArrowLeft")
+    expect(page.locator("#tip")).to_contain_text("Blocks 0 to 39: request 1 alone")
+    expect(page.locator("#status")).to_contain_text("request 1 alone")
+    expect(page.locator("#requests .dim")).to_have_count(29)
+    page.keyboard.press("Shift+Tab")
+    expect(page.locator("#tip")).to_be_hidden()
+    expect(page.locator("#requests .dim")).to_have_count(0)

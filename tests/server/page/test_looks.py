@@ -24,7 +24,7 @@ def test_a_laptop_shows_the_engine_whole(open_page, width):
         for name in ("#pool", "#legend", "#samples", "#timeline"):
             expect(page.locator(name)).to_be_in_viewport(ratio=1)
         cut = page.locator("#figures dt, #figures dd, .head, .cost").evaluate_all(
-            """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 30)
+            """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 40)
                .map((e) => e.innerText)"""
         )
         assert not cut
@@ -143,3 +143,30 @@ def test_nothing_is_wider_than_the_screen(open_page, scheme, width):
     page.locator("#theme").dispatch_event("click")
     other = {"light": "dark", "dark": "light"}[scheme]
     assert page.evaluate("document.documentElement.dataset.theme") == other
+
+
+def test_controls_have_states(view, page):
+    """A mouse, a press and a lock change each control's look; reading files makes Send busy."""
+    view.answer_with({"reasoning_content": "hm"}, {"content": "Good."})
+    view.answer_to("hello")
+    look = """e => { const s = getComputedStyle(e);
+      return [s.backgroundColor, s.borderColor, s.color, s.filter, s.opacity].join(); }"""
+    # The row of a conversation changes as a whole.
+    kinds = "button:enabled:not(.title), select, #search, label.file, summary"
+    controls = page.locator(f"#app :is({kinds})").filter(visible=True)
+    same = []
+    for control in controls.all():
+        page.mouse.move(0, 799)
+        before = control.evaluate(look)
+        control.hover()
+        if control.evaluate(look) == before:
+            same.append(control.evaluate("e => e.outerHTML"))
+    assert not same
+    enabled = page.locator("#new").evaluate(look)
+    page.locator("#new").evaluate("e => { e.disabled = true; }")
+    page.mouse.move(0, 799)
+    assert page.locator("#new").evaluate(look) != enabled
+    page.evaluate("() => { File.prototype.arrayBuffer = () => new Promise(() => {}); }")
+    page.set_input_files("#attach", {"name": "a.md", "mimeType": "", "buffer": b"a"})
+    expect(page.locator("#send")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#send")).to_have_css("cursor", "progress")

@@ -80,8 +80,53 @@ def f():
 > quote
 > continues
 
+Then $a\\,b$ and
+
+$$
+x_1 \\, y
+$$
+
 Last line<br>ends\r\nhere.
 """
+
+
+def test_a_refused_link_looks_like_text(view):
+    view.answer_with({"content": "[go](javascript:x) or [there](https://example.com)"})
+    view.answer_to("where?")
+    shown = "e => [getComputedStyle(e).color, getComputedStyle(e).textDecorationLine]"
+    text, refused, link = (
+        view.text.locator(e).evaluate(shown) for e in ("p", "a >> nth=0", "a[href]")
+    )
+    assert refused == text
+    assert link[0] != text[0]
+    assert link[1] == "underline"
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas"),
+    [
+        (r"so $O(n\,+\,m)$ is", [r"$O(n\,+\,m)$"]),
+        (r"$a_1 * b_2 * c$, $\{x\}$ and $n$.", ["$a_1 * b_2 * c$", r"$\{x\}$", "$n$"]),
+        (r"\(a \\ b\) and \[x_1\]", [r"\(a \\ b\)", r"\[x_1\]"]),
+        ("at last\n$$\n\\sum_i x_i \\\\\n\\, y\n$$\nit is", ["\\sum_i x_i \\\\\n\\, y"]),
+        ("\\[\n*a* * b\n\\]", ["*a* * b"]),
+        ("It costs $5 and *not* $10 or $HOME/$USER", []),
+        (r"\$5 \* 2 = \$10", []),
+        ("`$x_1$`", ["$x_1$"]),
+        ("```\n$$x$$\n```", ["$$x$$\n"]),
+    ],
+)
+def test_a_formula_stays_as_it_is_written(page, text, formulas):
+    found = page.evaluate(
+        """async (text) => {
+          const { Growing } = await import("/page/markdown.js");
+          const place = document.createElement("div");
+          new Growing(place).show(text, true);
+          return [...place.querySelectorAll("code")].map((e) => e.textContent);
+        }""",
+        text,
+    )
+    assert found == formulas
 
 
 @pytest.mark.parametrize("step", [1, 7, 100])

@@ -13,6 +13,7 @@ from vllm_metal_lite.attention.paged.step import VarlenPrompts, WholePrompt
 from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.pictures import sees_spans
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.runner.runner import ModelRunner
@@ -97,10 +98,14 @@ class ArrayStepAttention(ReferenceStepAttention):
         tables = prompts.block_tables[self.store.group_of[layer]]
         cu, lengths = prompts.cu_seqlens_q, prompts.seq_lens
         row, out = mx.arange(len(q))[:, None], mx.zeros_like(q)
+        spans = prompts.spans if sees_spans(prompts.only_windowed, window) else None
         for s in range(len(tables)):
             k, v = self._keys_and_values(layer, tables[s : s + 1])
             at, position = mx.arange(k.shape[2]), lengths[s] - cu[s + 1] + row
             mask = self._mask(at <= position, at, position, window, q.dtype)
+            if spans is not None:
+                own = spans[: len(q)]
+                mask = mx.where((at >= own[:, :1]) & (at < own[:, 1:]), 0.0, mask).astype(q.dtype)
             rows = _sdpa(q.swapaxes(0, 1)[None], k, v, scale=scale, mask=mask)[0].swapaxes(0, 1)
             own = (row >= cu[s]) & (row < cu[s + 1])
             out = mx.where(own[:, :, None], rows, out)

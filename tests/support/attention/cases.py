@@ -11,12 +11,14 @@ from tests.support.attention.oracle import paged_attention, slots_of
 from tests.support.engine.batches import Segment, own_blocks, pack
 from tests.support.engine.poison import poison
 from tests.support.kernels.arrays import floats, normal
+from tests.support.kernels.attention_cases import spans_of
 from tests.support.kernels.device import change_device
 from vllm_metal_lite.attention.base import Attention, AttentionCall, StepAttention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.pictures import NO_FEATURE, PictureRows
 from vllm_metal_lite.kernels.arguments import Scores
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -59,7 +61,10 @@ def begin(attention: Attention, batch: ForwardBatch, num_rows: int) -> StepAtten
 
 
 class Case:
-    """A filled store and the queries of one step, exact in `dtype`; to be run with one window."""
+    """A filled store and the queries of one step, exact in `dtype`; to be run with one window.
+
+    spans: (segment, first, end) of positions that see each other; only_windowed: as in PictureRows.
+    """
 
     def __init__(
         self,
@@ -73,9 +78,17 @@ class Case:
         sinks=False,
         seed=0,
         bits=None,
+        spans=(),
+        only_windowed=False,
     ) -> None:
         rng = np.random.default_rng(seed)
         self.batch, self.dtype = make_batch(segments, seed), dtype
+        if spans:
+            cu_seqlens_q, rows = self.batch.cu_seqlens_q, self.batch.num_tokens
+            seen = spans_of(cu_seqlens_q, self.batch.seq_lens, spans)
+            none = np.full(rows, NO_FEATURE, np.int32)
+            pictures = PictureRows(none, None, spans=seen, only_windowed=only_windowed)
+            self.batch = replace(self.batch, pictures=pictures)
         self.scale = dim**-0.5
         self.shapes = [AttentionShape(heads, kv_heads, dim, v_dim or dim, dtype)]
         num_blocks = int(self.batch.block_tables.max()) + 2
@@ -111,6 +124,7 @@ class Case:
         b, sinks = self.batch, self.sinks
         how = {"scale": self.scale, "window": window, "softcap": softcap}
         how |= {"sinks": None if sinks is None else floats(sinks)}
+        how |= {"spans": b.pictures and b.pictures.spans_of(window)}
         return paged_attention(
             q, k, v, b.block_tables[0], b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE, **how
         )

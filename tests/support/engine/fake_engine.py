@@ -63,6 +63,8 @@ class FakeResult(StepResult):
 class FakeRunner:
     """Replaces a ModelRunner.  launched: called after each launch."""
 
+    drafter = None
+
     def __init__(self, model: FakeModel, sampler: Sampler) -> None:
         self.model, self.sampler, self.fails = model, sampler, False
         self.in_flight: list[FakeResult] = []

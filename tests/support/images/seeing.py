@@ -17,7 +17,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.images.eyes import Eyes
-from vllm_metal_lite.images.families import Family, Prepared
+from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.pictures import read
 from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.towers import Tower
@@ -90,7 +90,7 @@ def eyes_of(name: str, seed: int = 0) -> CountedEyes:
 def model_of(name: str) -> LoadedModel:
     loaded = tiny.load(name)
     if name in SECTIONS:
-        axes = axis_of_frequency(len(AXES[name]), SECTIONS[name])
+        axes = axis_of_frequency(SECTIONS[name])
         loaded.packed.axis_of_frequency = axes
     return loaded
 

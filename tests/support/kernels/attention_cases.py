@@ -3,7 +3,7 @@
 NaN is wherever a kernel must not read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
@@ -57,6 +57,24 @@ def poisoned_store(
     return kept, values
 
 
+def positions_of(cu_seqlens_q: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    """The position of each packed row."""
+    to_position = np.repeat(seq_lens - cu_seqlens_q[1:], np.diff(cu_seqlens_q))
+    return np.arange(cu_seqlens_q[-1]) + to_position
+
+
+def spans_of(
+    cu_seqlens_q: np.ndarray, seq_lens: np.ndarray, spans: Sequence[tuple[int, int, int]]
+) -> np.ndarray:
+    """PictureRows.spans.  spans: (segment, first, end) of positions that see each other."""
+    position = positions_of(cu_seqlens_q, seq_lens)
+    segments = np.repeat(np.arange(len(seq_lens)), np.diff(cu_seqlens_q))
+    found = np.stack([position, position + 1], axis=1).astype(np.int32)
+    for segment, first, end in spans:
+        found[(segments == segment) & (position >= first) & (position < end)] = first, end
+    return found
+
+
 def segments_of(most_rows: int, most_before: int) -> st.SearchStrategy[tuple[int, int]]:
     """A strategy for the (rows, keys) of a segment, often without keys before its rows."""
     before = st.integers(0, most_before) | st.just(0)
@@ -65,7 +83,9 @@ def segments_of(most_rows: int, most_before: int) -> st.SearchStrategy[tuple[int
 
 class AttentionCase:
     """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted over a
-    store that is poisoned wherever no row may read.  Rows of padding are NaN too."""
+    store that is poisoned wherever no row may read.  Rows of padding are NaN too.
+
+    spans: (segment, first, end) of positions that see each other."""
 
     def __init__(
         self,
@@ -82,6 +102,7 @@ class AttentionCase:
         padding=3,
         seed=0,
         bits=None,
+        spans=(),
     ) -> None:
         self.rng = rng = np.random.default_rng(seed)
         q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
@@ -94,7 +115,11 @@ class AttentionCase:
         self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
         self.block_tables, slots = self.draw_blocks(block_size)
         where = self.block_tables, self.seq_lens, slots, block_size
-        seen = self.seq_lens - q_lens - window + 1 if window else 0
+        seen = self.seq_lens - q_lens - window + 1 if window else np.zeros_like(q_lens)
+        self.positions = positions_of(self.cu_seqlens_q, self.seq_lens)
+        self.spans = spans_of(self.cu_seqlens_q, self.seq_lens, spans) if spans else None
+        if spans:
+            seen = np.minimum(seen, self.spans[self.cu_seqlens_q[:-1], 0])
         self.store, self.values = poisoned_store(rng, self.spec, *where, seen)
 
     def layer(self, ticket: mx.array, store: list[mx.array] | None = None) -> LayerStore:
@@ -122,7 +147,7 @@ class AttentionCase:
 
     def expected(self) -> np.ndarray:
         where = self.block_tables, self.cu_seqlens_q, self.seq_lens
-        how = {"sinks": self.sinks, "block_size": self.block_size, **self.how}
+        how = {"sinks": self.sinks, "block_size": self.block_size, "spans": self.spans, **self.how}
         return paged_attention(self.q, *self.values, *where, **how)
 
     def check(self, **how) -> None:

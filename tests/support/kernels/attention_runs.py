@@ -120,7 +120,7 @@ def merge_partitions(dtype):
     return [merging.merge_partitions(*parts, dtype)]
 
 
-def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM)):
+def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM), splits=1, scores=SCORES, spans=None):
     """Prompts of 1 and 22 rows, a chunk of 5 rows after 40 keys, and two rows of padding."""
     tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
     cu_seqlens_q, spec = (
@@ -130,7 +130,17 @@ def varlen_prefill_rows(dtype, bits=None, dims=(DIM, DIM)):
     tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
     q = seeded(30, HEADS, dims[0], seed=6, dtype=dtype)
     where = tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles
-    return [varlen_prefill(q, VarlenMetadata(*where), store(spec), SCORES)[0]]
+    arrays, how = (q, VarlenMetadata(*where), store(spec)), {"splits": splits, "spans": spans}
+    return [varlen_prefill(*arrays, scores, **how)[0]]
+
+
+def varlen_prefill_of_pictures(dtype):
+    """Pictures of 20 and of 4 rows, wider than a window of 3."""
+    position = np.concatenate([[0], np.arange(22), np.arange(40, 45), [0, 0]])
+    spans = np.stack([position, position + 1], axis=1).astype(np.int32)
+    spans[2:22], spans[23:27] = (1, 21), (40, 44)
+    scores = SCORES._replace(window=3)
+    return varlen_prefill_rows(dtype, scores=scores, spans=mx.array(spans))
 
 
 def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
@@ -264,15 +274,10 @@ ATTENTION = {
         store="writes",
     ),
     "shared_prefix": KernelTest(
-        ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
-        {
-            "": shared_prefix_rows,
-            "fused": shared_prefix_of_new_rows,
-            "scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
-            "quantised": partial(shared_prefix_rows, dim=128, bits=8),
-        },
+        # No row sees the last key.
+        ("PREFIX ? seq_len - 1", "PREFIX ? seq_len - 2"),
         faults=("ends the process",),
-        store="reads",
+        serving=ServingCase(wrong="PREFIX"),
     ),
     "varlen_prefill": KernelTest(
         ("fast::exp2(", "fast::exp2(0.9f * "),
@@ -281,9 +286,22 @@ ATTENTION = {
             # A tile of keys has more parts than its threads load at once.
             "wide_keys": partial(varlen_prefill_rows, dims=(192, 64)),
             "quantised": partial(varlen_prefill_rows, bits=4),
+            "spans": varlen_prefill_of_pictures,
+            "splits": partial(varlen_prefill_rows, splits=2),
+            "prefix": shared_prefix_rows,
+            "prefix_fused": shared_prefix_of_new_rows,
+            "prefix_scaled": partial(shared_prefix_of_new_rows, factor=FACTOR),
+            "prefix_quantised": partial(shared_prefix_rows, dim=128, bits=8),
         },
         faults=("does not compile", "is slow"),
+        serving=ServingCase(wrong="!SPLIT && !PREFIX"),
         store="reads",
+    ),
+    "split_prefill": KernelTest(
+        # A split begins where the one before it begins.
+        ("+ split * per_split", "+ (PREFIX ? split : metal::max(split - 1, 0)) * per_split"),
+        faults=("is wrong", "is slow"),
+        serving=ServingCase(wrong="SPLIT", few_rows=256),
     ),
     "rope_write": KernelTest(
         # A fast sine, which does not reduce large angles.

@@ -42,6 +42,7 @@ class ServingCase:
 
     tiny: the architecture whose tiny model launches the kernel; None: any model.
     wrong: a condition on the kernel's template values under which the text does not compile.
+    few_rows: the largest step whose contexts are split for its prompts.
     """
 
     prefill: str = "varlen"
@@ -50,6 +51,7 @@ class ServingCase:
     dtype: str = "float32"
     tiny: str | None = None
     wrong: str = "true"
+    few_rows: int = 0
 
 
 PLAIN = ServingCase("gather", fused=False)

@@ -116,6 +116,47 @@ class PageView:
             self.page.press("#samples", "Enter")  # the pointer stays where it is
             expect(self.page.locator("#samples")).to_have_text("Send 18 samples")
 
+    def seat(self, *, running: int, waiting: int = 0, models: int = 1) -> None:
+        """Let the view of the engine show these requests, in a stream of events that stays open."""
+        names = [f"model-{i}" for i in range(models)]
+        states = [{"model": n, "state": "loaded", "error": None, "requests": 0} for n in names]
+        requests = [
+            {"n": n, "id": f"r{n}", "state": "running" if n <= running else "waiting"}
+            | {"prompt": 1000 + n, "generated": 12_000 + n, "computed": 900, "cached": 500}
+            | {"preempted": n % 2}
+            for n in range(1, running + waiting + 1)
+        ]
+        segments = [[n, 1 + 40 * (n == running), 900] for n in range(1, running + 1)]
+        step = {"t": 1.0, "ms": 312.5, "decodes": running - 1, "segments": segments}
+        counts = {"owned": 30_000, "shared": 20, "cached": 9_000, "free": 26_980}
+        blocks = {"total": 66_000, "mapped": 12_800, "per_cell": 40, "size": 16, "counts": counts}
+        blocks["runs"] = [*([n, 5] for n in range(1, running + 1)), [-2, 5], [-1, 60], [0, 105]]
+        metrics = {"decode_tokens": 0, "prefill_tokens": 0, "preemptions": 12, "draft_tokens": 90}
+        metrics |= {"accepted_tokens": 83, "blocks_owned": 39_000, "blocks_total": 66_000}
+        metrics |= {"prefix_cache_queried_tokens": 90, "prefix_cache_hit_tokens": 20}
+        metrics |= {"requests_running": running, "requests_waiting": waiting}
+        events = [
+            {"model": name, "time": float(time), "num_steps": time, "steps": [step | {"t": time}]}
+            | {
+                "metrics": metrics
+                | {"decode_tokens": 12_345 * time, "prefill_tokens": 9_999 * time}
+            }
+            | {"requests": requests, "preempted": [2], "blocks": blocks}
+            for name in reversed(names)
+            for time in (1, 2)
+        ]
+        body = f"event: models\ndata: {json.dumps(states)}\n\n"
+        body += "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        self.page.add_init_script(
+            """{ const real = window.fetch;
+            const open = () => new ReadableStream({start: (stream) => stream.enqueue(
+              new TextEncoder().encode(BODY))});
+            window.fetch = async (path, options) =>
+              path === "/events" ? new Response(open()) : real(path, options); }""".replace(
+                "BODY", json.dumps(body)
+            )
+        )
+
     def answer_with(self, *deltas: dict, usage: dict | None = None, finish: str = "stop") -> None:
         """Let the page get these deltas as the answer to all its questions."""
         chunks = [{"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas]

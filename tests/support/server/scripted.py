@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.server.kit import Running, serving
+from vllm_metal_lite import PoolingParams
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -48,10 +49,15 @@ def hermes_call(name: str, **arguments: Any) -> str:
 
 @contextmanager
 def scripted() -> Iterator[Script]:
-    """A server, and the script of its answers."""
+    """A server, and the script of its answers.  Embeddings are the demo model's."""
+    pooled = EngineClient.generate
 
     @asynccontextmanager
     async def generate(engine, add, on_update=None):
+        if isinstance(add.params, PoolingParams):
+            async with pooled(engine, add, on_update) as request:
+                yield request
+            return
         # Only of a request with stop strings does the text come from the engine.
         add = replace(add, params=replace(add.params, stop=["\0"]))
         script.requests.append(add)

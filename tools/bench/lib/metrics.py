@@ -33,7 +33,7 @@ def measure(load: WaveLoad, run: Run) -> Metrics:
         **({"cached_share": run.cached_tokens / reusable} if reusable > 0 else {}),
         "peak_gib": run.peak_bytes / 2**30,
     }
-    return values | (_newcomer(run) if load.ends_with_last_wave else steady(run))
+    return values | (newcomers(run) if load.ends_with_last_wave else steady(run))
 
 
 def reusable_tokens(load: WaveLoad, run: Run) -> int:
@@ -47,10 +47,11 @@ def reusable_tokens(load: WaveLoad, run: Run) -> int:
     return sum(turns) + load.prefix_length * (len(load.prompts) - len(turns) - 1)
 
 
-def _newcomer(run: Run) -> Metrics:
-    """The last request's own times; the others' gaps before it came and while it was computed."""
-    *others, mine = run.times
-    arrived, first = run.arrived[-1], mine[0]
+def newcomers(run: Run, count: int = 1) -> Metrics:
+    """The own times of the last `count` requests; the gaps of the others before these came, and
+    while their prompts were computed."""
+    others, mine = run.times[:-count], run.times[-count:]
+    arrived, first = run.arrived[-count], max(times[0] for times in mine)
     idle, busy = [], []
     for times in others:
         for a, b in pairwise(times):
@@ -59,9 +60,10 @@ def _newcomer(run: Run) -> Metrics:
             elif b > arrived and a < first:
                 busy.append(b - a)
     during = sum(arrived < t <= first for times in others for t in times)
+    last = max(times[-1] for times in mine)
     return {
         "newcomer_ttft": first - arrived,
-        "newcomer_tokens_per_s": len(mine) / (mine[-1] - arrived),
+        "newcomer_tokens_per_s": sum(map(len, mine)) / (last - arrived),
         "idle_gap_median": statistics.median(idle),
         "busy_gap_median": statistics.median(busy),
         "busy_gap_worst": max(busy),

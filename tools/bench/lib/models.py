@@ -7,6 +7,7 @@ array is larger than the largest parameter of the model.
 import io
 import json
 import math
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 from tools.bench.lib.shapes import SHAPES, random_config
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.model.drafter import attach
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load
+from vllm_metal_lite.model.trained_heads import new_head
 
 # isort: split
 import mlx.nn as nn
@@ -72,6 +75,16 @@ def _fill_quantised(path: str, module: nn.Module, dtype: mx.Dtype) -> dict[str, 
     return {**found, "scales": scales.astype(dtype), "biases": (-most / 2 * scales).astype(dtype)}
 
 
+def fill(model: nn.Module, dtype: mx.Dtype, but: Collection[str] = ()) -> None:
+    """Give a model random parameters, all except those at the paths in `but`."""
+    made: list[tuple[str, mx.array]] = []
+    for path, w in tree_flatten(model.parameters()):
+        if path not in but:
+            made.append((path, _fill(path, w, dtype)))
+            mx.eval(made[-1][1])  # one at a time: random numbers take several times the memory
+    model.update(tree_unflatten(made))
+
+
 def random_weights(
     name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -95,6 +108,12 @@ def random_weights(
             _, config = quantize_model(model, config, 32, 4, "mxfp4", quant_predicate=experts)
         elif bits:
             _, config = quantize_model(model, config, 64, int(bits))
+    fill_all(model, dtype)
+    return model, config
+
+
+def fill_all(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a model random weights, quantised ones too, see `random_weights`."""
     model.eval()  # mlx-lm's recurrent layers have no kernels in training
     mx.random.seed(0)
     quantised = {path: m for path, m in model.named_modules() if "scales" in m}
@@ -103,14 +122,21 @@ def random_weights(
     for path, m in quantised.items():
         for name_, w in _fill_quantised(path, m, dtype).items():
             made.append((f"{path}.{name_}", w))
-            mx.eval(w)  # one at a time: random numbers take several times the memory
-    for path, w in tree_flatten(model.parameters()):
-        if path not in of_words:
-            made.append((path, _fill(path, w, dtype)))
-            mx.eval(made[-1][1])
+            mx.eval(w)
+    fill(model, dtype, of_words)
     model.update(tree_unflatten(made))
     mx.clear_cache()
-    return model, config
+
+
+def with_random_head(model: LoadedModel, bits: str | int | None = None) -> LoadedModel:
+    """The model with a trained head of random weights."""
+    head = new_head(model.packed.model, model.config)
+    if head is None:
+        raise MetalLiteError(f"{model.name}: no trained heads are known for its family")
+    if bits:
+        nn.quantize(head, 64, int(bits))
+    fill_all(head, model.dtype)
+    return attach(model, from_model(head, None, model.config, f"the head of {model.name}"))
 
 
 def random_model(

@@ -30,9 +30,10 @@ LIMITS = (
     Limit(("gated_delta", "256x256"), 489, _TILES),
     Limit(("gated_delta", "256x128"), 314, _TILES),
     Limit(("gated_delta",), 145, _TILES),
+    Limit(("shared_prefix", "of 256", "bfloat16"), 46, _QUERIES),
+    Limit(("split_prefill", "of 256", "float32"), 33, "as below, beside the next tile"),
     Limit(("varlen_prefill", "of 256", "bfloat16"), 42, _QUERIES),
     Limit(("varlen_prefill", "of 256", "float32"), 30, "queries and sums are 192 of 256"),
-    Limit(("shared_prefix", "of 256", "bfloat16"), 46, _QUERIES),
     Limit(("skinny_gemm (64 x",), 21, "8 tiles of rows with a norm, seldom fused"),
 )
 

@@ -21,7 +21,6 @@ from vllm_metal_lite.attention.paged.step import (
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.step_arrays import (
-    has_spans,
     make_step,
     pad_rows,
     prompts_of,
@@ -33,6 +32,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
+from vllm_metal_lite.kernels.merge_partitions import num_splits
 from vllm_metal_lite.kernels.prefill import TILE_ROWS
 from vllm_metal_lite.kernels.registry import REGISTRY, Prefill, unused_kernels
 from vllm_metal_lite.kernels.served_shapes import attention_problem, sees_prefixes
@@ -67,10 +67,13 @@ class KernelAttention:
         self.shares = [can_share and not latents and sees_prefixes(spec) for spec in store.specs]
         works = "varlen" not in {REGISTRY[kernel].prefill for kernel in self._unused}
         self._varlen = works and not any(attention_problem(s, prefill=True) for s in shapes)
+        merges = "merge_partitions" not in self._unused
+        splits = merges and (latents or "split_prefill" not in self._unused)
+        self._reads_once = splits and self._varlen
         self._fuses_decodes = not latents and "fused_decode" not in self._unused
         self._plan_decodes: DecodePlanner | None = None
         if self._unused.isdisjoint(("paged_decode", "latent_attention")):
-            self._plan_decodes = DecodePlanner(store, self.shares, self._unused)
+            self._plan_decodes = DecodePlanner(store, self.shares, merges, self._reads_once)
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same attention over another store of the same layers."""
@@ -117,17 +120,16 @@ class KernelAttention:
         host.  Sizes of several prompts rarely repeat.  Decodes with drafts count as prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
-        if has_spans(prompts):
-            return SdpaPlan(prompts, num_rows)  # kernels read only what comes before a row
         delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
-        small = delays and num_rows <= device.small_rows
+        few = self._reads_once and first + num_rows <= device.rows_as_decodes
+        small = few or (delays and num_rows <= device.small_rows)
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens.astype(np.int64))
-        cheap = small and self._varlen and scores <= device.small_scores
+        cheap = few or (small and self._varlen and scores <= device.small_scores)
         if self.prefill == "varlen" or cheap:
             repeats = small or batch.num_segments == 1
-            queries_per_kv = {s.num_heads // s.num_kv_heads for s in self._shapes}
-            return plan_varlen(prompts, num_rows, queries_per_kv, repeats)
-        if self._takes_one_call(batch):
+            heads = {(s.num_heads, s.num_kv_heads) for s in self._shapes}
+            return plan_varlen(prompts, num_rows, heads, repeats, few)
+        if self._takes_one_call(batch) and batch.spans is None:
             slots = (batch.slot_mapping(group) for group in range(len(batch.block_tables)))
             return WholePrompt(tuple(upload_padded(s, num_rows, int(s[0])) for s in slots))
         return SdpaPlan(prompts, num_rows)
@@ -145,23 +147,41 @@ class KernelAttention:
 
 
 def plan_varlen(
-    batch: ForwardBatch, num_rows: int, queries_per_kv: Collection[int], repeats: bool
+    batch: ForwardBatch,
+    num_rows: int,
+    heads: Collection[tuple[int, int]],
+    repeats: bool,
+    few: bool = False,
 ) -> VarlenPrompts:
     """Arrange prompts for kernels that read the store in place.
 
-    num_rows: rows of prompts, including padding.  queries_per_kv: query heads per KV head, over all
-    layers.  repeats: see DeviceBatch.
+    num_rows: rows of prompts, including padding.  heads: query heads and KV heads of all layers.
+    repeats: see DeviceBatch.  few: contexts are split until the device is full.
     """
-    segments = max(power_of_two(batch.num_segments), MIN_ELEMENTS)
-    longest = max(int(batch.seq_lens.max()), profile().min_keys)
-    width = power_of_two(-(-longest // batch.block_size))
+    num_segments, device = power_of_two(batch.num_segments), profile()
+    segments, most = max(num_segments, MIN_ELEMENTS), int(batch.seq_lens.max())
+    width = power_of_two(-(-max(most, device.min_keys) // batch.block_size))
     cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+    spans, size = batch.spans, max(num_rows, MIN_ELEMENTS)
+    tiles, splits = {}, {}
+    for num_heads, kv_heads in sorted(heads):
+        group = num_heads // kv_heads
+        # Tiles of segments that are padding cost a threadgroup for each split.
+        cut = cu_seqlens_q[: num_segments + 1] if few else cu_seqlens_q
+        planned = plan_tiles(cut, num_rows, group)
+        tiles[group] = mx.array(planned)
+        fill = device.prefix_fill // (kv_heads * max(1, int((planned[:, 0] >= 0).sum())))
+        at_most = num_splits(fill, most, device.min_prefix_split_keys)
+        splits[num_heads, kv_heads] = at_most if few else 1
     return VarlenPrompts(
         tuple(upload_tables(t, segments, width) for t in batch.block_tables),
         mx.array(cu_seqlens_q),
         upload_padded(batch.seq_lens, segments),
-        {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(queries_per_kv)},
+        tiles,
+        splits,
         repeats,
+        None if spans is None else upload_padded(spans, size),
+        batch.pictures is not None and batch.pictures.only_windowed,
     )
 
 
@@ -179,7 +199,7 @@ def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, num_queries_per_kv: int)
     used = int(cu_seqlens_q[-1])
     pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * num_queries_per_kv
     counts = -(-pairs // TILE_ROWS)
-    total = num_rows * num_queries_per_kv // TILE_ROWS + len(counts)
+    total = max(num_rows * num_queries_per_kv // TILE_ROWS + len(counts), MIN_ELEMENTS // 2)
     ends = np.cumsum(counts)
     tiles = np.empty((total, 2), np.int32)
     tiles[ends[-1] :] = -1, num_rows * num_queries_per_kv  # past all rows: nothing to do

@@ -1,16 +1,11 @@
 """The rows of a step that are attended to as decodes, and the prefix that these rows share."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.step_arrays import (
-    as_decodes,
-    has_spans,
-    upload_padded,
-    upload_tables,
-)
+from vllm_metal_lite.attention.step_arrays import as_decodes, upload_padded, upload_tables
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -63,14 +58,15 @@ class Decodes(NamedTuple):
 class DecodePlanner:
     """Plans the decodes of each step.
 
-    shares: for each layer, whether it reads a shared prefix once.  unused: the kernels that steps
-    must not launch.
+    shares: for each layer, whether it reads a shared prefix once.  splits: whether contexts may be
+    split.  reads_once: whether a segment of few rows can read its keys once, in splits.
     """
 
-    def __init__(self, store: PagedStore, shares: Sequence[bool], unused: Collection[str]) -> None:
+    def __init__(
+        self, store: PagedStore, shares: Sequence[bool], splits: bool, reads_once: bool
+    ) -> None:
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
-        self._splits = "merge_partitions" not in unused
-        self._prompts_as_decodes = "shared_prefix" not in unused
+        self._splits, self._reads_once = splits, reads_once
         groups = {g for g, shared in zip(store.group_of, shares, strict=True) if shared}
         self._shared_prefix = PrefixSearch(sorted(groups))
 
@@ -78,21 +74,27 @@ class DecodePlanner:
         """The batch's decodes, or all of its rows as decodes, if that is cheaper.
 
         The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
-        no launches for its prompts, and parallel splits read the context.
+        no launches for its prompts, and parallel splits read the context.  But if all are rows of
+        chunks, or of requests with drafts, then long contexts are read once for each segment.
         """
         device, has_prompts = profile(), batch.num_decodes < batch.num_segments
-        may_split = self._prompts_as_decodes and not has_spans(batch)
-        if has_prompts and may_split and num_rows <= device.rows_as_decodes:
+        if has_prompts and batch.spans is None and num_rows <= device.rows_as_decodes:
             rows = as_decodes(batch)
             prefix = self._shared_prefix(rows, device.min_saved_for_prompts)
             own_keys = rows.seq_lens - (prefix.lens if prefix else 0)
-            rows_of_prompts = slice(batch.num_decodes, None)
-            if own_keys[rows_of_prompts].sum() <= device.max_own_keys:
+            own = int(own_keys[batch.num_decodes :].sum())
+            together = own + (int(prefix.lens.max()) if prefix else 0)
+            if own <= device.max_own_keys and not self._reads_less(batch, together):
                 return self._plan(rows, num_rows, prefix)
         if not batch.num_decodes:
             return None
         prefix = self._shared_prefix(batch, device.min_saved_tokens)
         return self._plan(batch, batch.num_decodes if has_prompts else num_rows, prefix)
+
+    def _reads_less(self, batch: ForwardBatch, num_keys: int) -> bool:
+        """Whether a step without decodes reads at most num_keys once for each of its segments."""
+        splits = self._reads_once and batch.seq_lens.max() >= profile().min_split_context
+        return splits and not batch.num_decodes and int(batch.seq_lens.sum()) <= num_keys
 
     def _plan(self, batch: ForwardBatch, num_rows: int, prefix: SharedPrefixRows | None) -> Decodes:
         """The decodes of a batch, padded to num_rows."""

@@ -10,6 +10,7 @@ from vllm_metal_lite.attention.pending_heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import attend_whole_prompt, execute_calls, take_rows
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.pictures import sees_spans
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.decode import paged_decode
@@ -31,14 +32,19 @@ class VarlenPrompts(NamedTuple):
     block_tables: (S, W) per KV group.  cu_seqlens_q: (S+1,).  seq_lens: (S,).
 
     S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
-    heads per KV head -> the tiles of such layers.  repeats: see DeviceBatch.
+    heads per KV head -> the tiles of such layers.  splits: (query heads, KV heads) -> the splits of
+    each context in such layers.  repeats: see DeviceBatch.  spans (rows, at least MIN_ELEMENTS, 2),
+    only_windowed: as in PictureRows.
     """
 
     block_tables: tuple[mx.array, ...]
     cu_seqlens_q: mx.array
     seq_lens: mx.array
     tiles: dict[int, mx.array]
+    splits: dict[tuple[int, int], int]
     repeats: bool
+    spans: mx.array | None = None
+    only_windowed: bool = False
 
     def metadata(self, group: int, queries_per_kv: int) -> VarlenMetadata:
         """What the kernel reads, for layers of a KV group with this many query heads per KV
@@ -211,12 +217,19 @@ class KernelStepAttention:
 
     def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: AttentionCall) -> mx.array:
         store, group = self._store(call.layer), self.store.group_of[call.layer]
-        metadata = prompts.metadata(group, q.shape[1] // store.spec.num_kv_heads)
+        num_heads, kv_heads = q.shape[1], store.spec.num_kv_heads
+        metadata = prompts.metadata(group, num_heads // kv_heads)
+        splits = prompts.splits[num_heads, kv_heads]
         if call.q_pe is not None:
-            q_pe, scale = call.q_pe[-len(q) :], call.scores.scale
-            out, self.ticket = latent_attention(q, q_pe, metadata, store, scale=scale)
+            assert prompts.spans is None, "latent_attention reads only what comes before a row"
+            rows, scale = (q, call.q_pe[-len(q) :], metadata, store), call.scores.scale
+            out, self.ticket = latent_attention(*rows, scale=scale, splits=splits)
         else:
-            out, self.ticket = varlen_prefill(q, metadata, store, call.scores)
+            sees = sees_spans(prompts.only_windowed, call.scores.window)
+            spans = prompts.spans if sees else None
+            out, self.ticket = varlen_prefill(
+                q, metadata, store, call.scores, splits=splits, spans=spans
+            )
         return out
 
     def _sdpa(self, q: mx.array, prompts: WholePrompt | SdpaPlan, call: AttentionCall) -> mx.array:

@@ -24,6 +24,7 @@ from vllm_metal_lite.model.files.folder import (
     read_json,
     remote_code_error,
 )
+from vllm_metal_lite.model.files.inner_model import inner_classes
 from vllm_metal_lite.model.files.tokenizer import read_tokenizer
 from vllm_metal_lite.model.layer_weights import cast, expand
 from vllm_metal_lite.rules import flags_of
@@ -78,7 +79,8 @@ def load_checkpoint(
 
     Some files that mlx-lm refuses are accepted.  Their names may lack `model.`, as in
     Qwen3-Embedding.  They may have a head that equals the embedding, if the module has no head.  In
-    a folder for embeddings they may have no head.  For other files mlx-lm's error is raised.
+    a folder for embeddings they may have no head.  A type with a vision tower that mlx-lm does not
+    know runs the model inside.  For other files mlx-lm's error is raised.
     """
     has_head = True
 
@@ -111,6 +113,8 @@ def load_checkpoint(
             model, config = load_model(folder, lazy=True, get_model_classes=classes)
             (model.__class__,) = type(model).__bases__
             return model, config, has_head
+        with suppress(Exception):
+            return *load_model(folder, lazy=True, get_model_classes=inner_classes(folder)), True
         raise
 
 

@@ -1,6 +1,7 @@
 """How a model of embeddings or scores is used, as sentence-transformers writes it to its folder."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,14 @@ def pooling_config(folder: Path, name: str, vocab: Mapping[str, int]) -> Pooling
         return _read(folder, name, vocab)
     except (ModelLoadError, OSError, LookupError, ValueError, TypeError, AttributeError) as e:
         return PoolingConfig(problem=f"its settings cannot be read: {one_line(e)}")
+
+
+def only_pools(folder: Path | None, name: str) -> bool:
+    """Whether a model is made for embeddings or scores, and not for text: its folder has settings
+    of sentence-transformers, or its name says so.  folder: None if the files are elsewhere."""
+    settings = () if folder is None else (folder / "modules.json", folder / "1_Pooling")
+    is_listed = any(path.exists() for path in settings)
+    return is_listed or re.search("embed|rerank", Path(name).name.lower()) is not None
 
 
 def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:

@@ -47,16 +47,22 @@ def rotating_by_axes(step: DeviceBatch, axis_of_frequency: np.ndarray) -> list[H
     pictures = step.pictures
     if pictures is None or pictures.axes is None:
         return []
-    axes = pictures.axes
+    axes, chosen = pictures.axes, dict[tuple[int, int, bool], list[mx.array]]()
+
+    def by_axis(width: int, dims: int, traditional: bool) -> list[mx.array]:
+        """(width,) bool for time and for row: the dimensions that each of them rotates."""
+        sizes = width, dims, traditional
+        if sizes not in chosen:
+            axis = np.zeros(width, np.int32)  # the dimensions behind `dims` are not rotated
+            axis[:dims] = (np.repeat if traditional else np.tile)(axis_of_frequency, 2)
+            chosen[sizes] = [mx.array(axis == i) for i in range(2)]
+        return chosen[sizes]
 
     def rope(original: Callable[..., mx.array], x: mx.array, dims: int, **how: Any) -> mx.array:
         if how.get("offset") is not step.positions:
             return original(x, dims, **how)
         time, row, column = (original(x, dims, **{**how, "offset": at}) for at in axes)
-        pairs = np.repeat if how["traditional"] else np.tile
-        axis = np.zeros(x.shape[-1], np.int32)  # the dimensions behind `dims` are not rotated
-        axis[:dims] = pairs(axis_of_frequency, 2)
-        by_axis = mx.array(axis)
-        return mx.where(by_axis == 0, time, mx.where(by_axis == 1, row, column))
+        by_time, by_row = by_axis(x.shape[-1], dims, how["traditional"])
+        return mx.where(by_time, time, mx.where(by_row, row, column))
 
     return [(mx.fast, "rope", rope)]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_metal_lite import __version__
 from vllm_metal_lite.server.errors import bad, openai_shape, shown_error
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.stream import encode, sse
+from vllm_metal_lite.server.stream import DONE, encode, sse
 from vllm_metal_lite.server.whole_json import encode_slowly
 from vllm_metal_lite.server.worker.messages import Delta
 from vllm_metal_lite.server.worker.request_state import RequestState
@@ -36,6 +36,10 @@ class CompletionFields(SamplingFields):
     response_format: dict[str, Any] | None = None
     truncate_prompt_tokens: Unsupported = None
     use_beam_search: Unsupported = None
+    guided_json: Unsupported = None  # vLLM's names before `structured_outputs`
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -47,7 +51,6 @@ class CompletionFields(SamplingFields):
         return self.response_format, "response_format"
 
 
-_DONE = sse("[DONE]")
 _MANY = 64  # a chunk with more tokens has those of an echoed prompt, or its reader is slow
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
@@ -133,7 +136,7 @@ class Reply:
                 yield sse(encode({**self._common, "choices": [], "usage": self._usage()}))
         except Exception as e:
             yield sse(encode(openai_shape(shown_error(e))))
-        yield _DONE
+        yield DONE
 
     def _count(self, delta: Delta) -> None:
         self._num_tokens += len(delta.token_ids)

@@ -174,28 +174,25 @@ class ResponsesRequest(SamplingFields):
     tool_choice: Any = None
     truncation: Literal["auto", "disabled"] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
     reasoning: ReasoningOptions | None = None
-    store: bool | None = None
-    prompt_cache_key: str | None = None
-    client_metadata: Any = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    reasoning_effort: str | None = None  # of chat completions: clients send it here too
     stream_options: Any = None
-    user: str | None = None
     background: Unsupported = None
     conversation: Unsupported = None
-    max_tool_calls: Any = None
     previous_response_id: str | None = None
     prompt: Unsupported = None
 
     def check(self) -> None:
-        if self.previous_response_id is not None:
+        if self.previous_response_id:
             why = "because no response is stored: send the whole conversation"
             raise bad("previous_response_id", f" is not supported, {why}")
 
     def form(self) -> tuple[Any, str]:
         return (self.text or {}).get("format"), "text.format"
+
+    def thoughts(self) -> ReasoningOptions:
+        options = self.reasoning or ReasoningOptions()
+        return options.model_copy(update={"effort": options.effort or self.reasoning_effort})
 
     def sampling(self) -> dict[str, Any]:
         scored = self.top_logprobs or _LOGPROBS in (self.include or ())
@@ -203,6 +200,7 @@ class ResponsesRequest(SamplingFields):
 
     def echo(self, model: str, params: SamplingParams, tools: ResponseTools) -> dict[str, Any]:
         """The fields of the response that repeat the request, with the values in effect."""
+        extra = self.model_extra or {}
         return {
             "model": model,
             "instructions": self.instructions,
@@ -212,12 +210,12 @@ class ResponsesRequest(SamplingFields):
             "top_logprobs": self.top_logprobs or 0,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "metadata": self.metadata or {},
+            "metadata": extra.get("metadata") or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "prompt_cache_key": self.prompt_cache_key,
-            "reasoning": (self.reasoning or ReasoningOptions()).model_dump(),
-            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": extra.get("prompt_cache_key"),
+            "reasoning": self.thoughts().model_dump(),
+            "safety_identifier": extra.get("safety_identifier"),
             "service_tier": "default",
             "store": False,
             "background": False,
@@ -232,7 +230,7 @@ class ResponsesRequest(SamplingFields):
 async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
     tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
-    reasoning = body.reasoning or ReasoningOptions()
+    reasoning = body.thoughts()
     pictures = serving.pictures()
     conversation = ChatRequest(
         input_messages(body.input, body.instructions, pictures),

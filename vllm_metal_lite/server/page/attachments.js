@@ -1,6 +1,6 @@
 // Files that go with a message: texts, {name, text}, and pictures, {name, url}, whose URL holds the data.
 
-import { byId, count, iconButton, make } from "./dom.js";
+import { byId, count, icon, iconButton, make } from "./dom.js";
 
 const MAX_BYTES = 2 ** 20;
 
@@ -72,14 +72,16 @@ function textOf(files, content) {
 /** A file in a message. */
 export const fileView = ({ name, text, url }) =>
   url ? make("img", { class: "picture", src: url, alt: name }) : make("details", { class: "attachment" },
-    make("summary", {}, `${name} · ${count(text.length)} characters`), make("pre", { tabIndex: 0 }, text));
+    make("summary", {}, icon("chevron"), `${name} · ${count(text.length)} characters`), make("pre", { tabIndex: 0 }, text));
 
 /** The files of the message that is being written. */
 export class Attachments {
-  /** problem(owner, text): shows a notice; "" hides the owner's.  sees(): whether the model takes pictures. */
-  constructor(problem, sees) {
-    this.problem = problem;
-    this.sees = sees;
+  /**
+   * problem(owner, text): shows a notice; "" hides the owner's.  sees(): whether the model takes pictures.
+   * changed(): called after files were added or removed.
+   */
+  constructor(problem, sees, changed) {
+    Object.assign(this, { problem, sees, changed });
     this.files = [];
     this.numReading = 0;  // calls of `add`; the message waits for them
     const field = byId("attach");
@@ -142,13 +144,13 @@ export class Attachments {
   }
 
   draw() {
-    byId("send").disabled = this.numReading > 0;
+    this.changed();
     byId("attached").replaceChildren(...this.files.map((file) =>
-      make("li", {}, file.url ? make("img", { src: file.url, alt: "" }) : null, make("span", {}, file.name),
+      make("li", {}, file.url ? make("img", { src: file.url, alt: "" }) : null, make("span", { title: file.name }, file.name),
         iconButton("close", `Remove ${file.name}`, () => {
-        this.files = this.files.filter((other) => other !== file);
-        this.draw();
-        byId("prompt").focus();
-      }))));
+          this.files = this.files.filter((other) => other !== file);
+          this.draw();
+          byId("prompt").focus();
+        }))));
   }
 }

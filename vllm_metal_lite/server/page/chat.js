@@ -13,6 +13,9 @@ import * as tree from "./tree.js";
 const NEAR = 48;  // pixels from the end at which the view still scrolls along
 const SAVE_MS = 1000;  // while an answer grows
 
+/** Whether a model of /v1/models writes text; the others make embeddings or scores. */
+export const chats = (model) => model.capabilities?.includes("completion") ?? true;
+
 export class Chat {
   /**
    * changed: called after a conversation was saved.  readModels: reads `models`, those of /v1/models,
@@ -22,7 +25,7 @@ export class Chat {
     this.changed = changed;
     this.readModels = readModels;
     this.problem = problem;
-    this.attachments = new Attachments(problem, () => Boolean(this.model?.input_modalities?.includes("image")));  // of the next message
+    this.attachments = new Attachments(problem, () => this.sees, () => this.drawSend());  // of the next message
     this.conversation = null;
     this.running = new Map();  // of each conversation that is answered: its AbortController
     this.models = [];
@@ -44,6 +47,7 @@ export class Chat {
       },
     };
     this.scroller.addEventListener("scroll", () => this.scrolled());
+    this.input.addEventListener("input", () => this.drawSend());
     // The text grows, the window changes its size: stay at the end.
     new ResizeObserver(() => this.follow()).observe(this.list);
     byId("to-end").addEventListener("click", () => {
@@ -56,6 +60,11 @@ export class Chat {
   /** The conversation's model, as /v1/models lists it. */
   get model() {
     return this.models.find((m) => m.id === this.conversation.model);
+  }
+
+  /** Whether the model takes pictures. */
+  get sees() {
+    return Boolean(this.model?.input_modalities?.includes("image"));
   }
 
   get busy() {
@@ -83,8 +92,18 @@ export class Chat {
     this.drawState();
   }
 
+  /** Send is enabled while there is something to send, and a model for it. */
+  drawSend() {
+    const { files, numReading } = this.attachments;
+    const chatting = !this.models.length || (this.model && chats(this.model));
+    const ready = chatting && !numReading && (this.input.value.trim() || files.length);
+    byId("send").disabled = !ready;
+    byId("send").setAttribute("aria-busy", String(numReading > 0));
+  }
+
   drawState() {
     this.attachments.drawField();
+    this.drawSend();
     byId("send").hidden = this.busy;
     byId("stop").hidden = !this.busy;
     byId("context").textContent = this.contextUse();
@@ -106,11 +125,16 @@ export class Chat {
 
   /** Send the text of the box, with the attached files. */
   send() {
+    if (this.busy || byId("send").disabled) return;
     const text = this.input.value.trim();
-    if (this.busy || this.attachments.numReading || !(text || this.attachments.files.length)) return;
-    this.input.value = "";
-    this.input.dispatchEvent(new Event("input"));
+    this.write("");
     this.ask(text, this.conversation.leaf, this.attachments.take());
+  }
+
+  /** Replace the text of the box. */
+  write(text) {
+    this.input.value = text;
+    this.input.dispatchEvent(new Event("input"));
   }
 
   ask(text, parent, files) {

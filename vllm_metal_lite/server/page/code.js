@@ -12,16 +12,12 @@ const GRAMMARS = new Map(
   Object.entries(NAMES).flatMap(([grammar, names]) => names.split(" ").map((name) => [name, grammar])),
 );
 const MAX_CHARACTERS = 50_000;  // longer code would hold up the page
-const loads = new Map();
 
-function load(grammar) {
-  if (!loads.has(grammar)) {
-    loads.set(grammar, import(`./vendor/highlight/${grammar}.min.js`).then(
-      (module) => hljs.registerLanguage(grammar, module.default),
-      () => loads.delete(grammar),
-    ));
-  }
-  return loads.get(grammar);
+async function load(grammar) {
+  try {
+    const module = await import(`./vendor/highlight/${grammar}.min.js`);
+    hljs.registerLanguage(grammar, module.default);
+  } catch { /* the next block of this language tries again */ }
 }
 
 /** Colour an element, now or once its grammar is loaded. */

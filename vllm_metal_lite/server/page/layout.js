@@ -13,7 +13,10 @@ export function arrange(listener) {
   engineShown = listener;
   byId("sidebar-toggle").addEventListener("click", () => showSidebar(!sidebarShown()));
   byId("backdrop").addEventListener("click", () => showSidebar(false));
-  byId("engine-toggle").addEventListener("click", () => chooseEngine(!bodyClasses.contains("show-engine")));
+  byId("engine-toggle").addEventListener("click", () => {
+    chooseEngine(true);
+    byId("engine-close").focus();  // it takes the place of this button
+  });
   byId("engine-close").addEventListener("click", () => {
     chooseEngine(false);
     if (location.hash === "#engine") {
@@ -47,7 +50,6 @@ function chooseEngine(shown) {
 function showEngine(shown) {
   bodyClasses.toggle("show-engine", shown);
   bodyClasses.toggle("drawer", narrow.matches || (shown && !wide.matches));
-  byId("engine-toggle").setAttribute("aria-expanded", String(shown));
   engineShown(shown);
   disableCovered();
 }

@@ -1,7 +1,7 @@
 // Starts the page: the conversations, the list of models, and the listeners that tie the parts together.
 
 import { onKeyNeeded, request, serverBack } from "./api.js";
-import { Chat } from "./chat.js";
+import { Chat, chats } from "./chat.js";
 import { askKey, editSettings, prepare } from "./dialogs.js";
 import { announce, byId, grow, make, sends } from "./dom.js";
 import { EngineView } from "./engine/view.js";
@@ -13,16 +13,17 @@ import { drawList } from "./sidebar.js";
 import * as store from "./store.js";
 import { growing, merge, newConversation, stop } from "./tree.js";
 
+const PICTURE = "What is in this picture?";
 const EXAMPLES = {
-  demo: [
+  demo: [  // what this tiny model has learned
     "Hi, my name is Ada and I parked my car on level 3. Where is my car?",
     "Please reverse this list: red, green, blue",
     "The code of the red box is 4821. What is the code of the red box?",
   ],
-  other: [
-    "Explain how a paged KV cache works, in three sentences.",
-    "Write a Python function that merges two sorted lists.",
-    "Give me a table of five sorting algorithms and their complexity.",
+  text: [
+    "Write a polite email that moves a meeting from Tuesday to Friday.",
+    "Explain recursion to a beginner, with a short Python example.",
+    "Compare five ways to save energy at home, in a table.",
   ],
 };
 
@@ -57,8 +58,33 @@ function open(conversation) {
 /** Select the conversation's model; if it is not served, the conversation takes the selected one. */
 function chooseModel() {
   const { conversation, models } = chat;
-  if (models.some((m) => m.id === conversation.model)) byId("model").value = conversation.model;
-  else if (models.length) conversation.model = byId("model").value;
+  if (chat.model && chats(chat.model)) byId("model").value = conversation.model;
+  else if (models.length) conversation.model = byId("model").value || null;
+  drawExamples();
+}
+
+/** Examples that suit the model. */
+function drawExamples() {
+  const { model } = chat;
+  if (!model) return;
+  const texts = (model.root ?? model.id) === "demo" ? EXAMPLES.demo : [...EXAMPLES.text];
+  if (chat.sees) texts.splice(-1, 1, PICTURE);
+  byId("examples").replaceChildren(...texts.map((text) =>
+    make("button", { type: "button", onclick: () => tryExample(text) }, text)));
+}
+
+function tryExample(text) {
+  if (text !== PICTURE) return chat.ask(text, null, []);
+  chat.write(text);
+  byId("attach").click();
+}
+
+/** An option for each model, in short where that is clear.  One that makes embeddings cannot be chosen. */
+function modelOption({ id }, i, models) {
+  const short = id.split("/").at(-1);
+  const clear = models.every((m) => m.id === id || m.id.split("/").at(-1) !== short);
+  const disabled = !chats(models[i]);
+  return make("option", { value: id, title: id, disabled }, `${clear ? short : id}${disabled ? " (no chat)" : ""}`);
 }
 
 function startNew() {
@@ -124,7 +150,6 @@ function stopWithTheirTabs(conversation) {
 }
 
 async function readModels() {
-  const choice = byId("model");
   try {
     chat.models = (await (await request("/v1/models")).json()).data;
   } catch (error) {
@@ -132,13 +157,9 @@ async function readModels() {
     if (error.unreachable) serverBack().then(readModels);
     return;
   }
-  problem("models", "");
-  choice.replaceChildren(...chat.models.map((m) => make("option", { value: m.id }, m.id)));
+  problem("models", chat.models.some(chats) ? "" : "No model of this server chats: they make embeddings or scores.");
+  byId("model").replaceChildren(...chat.models.map(modelOption));
   chooseModel();
-  const demo = chat.models.length === 1 && (chat.models[0].root ?? chat.models[0].id) === "demo";
-  const texts = demo ? EXAMPLES.demo : EXAMPLES.other;
-  byId("examples").replaceChildren(...texts.map((text) =>
-    make("button", { type: "button", onclick: () => chat.ask(text, null, []) }, text)));
   chat.drawState();
 }
 
@@ -176,7 +197,7 @@ function listen() {
     if (sidebarShown()) showSidebar(false);
     else if (chat.busy) chat.stop();
   });
-  byId("new").addEventListener("click", startNew);
+  for (const id of ["new", "new-here"]) byId(id).addEventListener("click", startNew);
   byId("theme").addEventListener("click", () => window.switchTheme());
   byId("export").addEventListener("click", () => download("conversations", conversations));
   byId("import").addEventListener("change", async (event) => {
@@ -194,6 +215,7 @@ function listen() {
   });
   byId("model").addEventListener("change", (event) => {
     chat.conversation.model = event.target.value;
+    drawExamples();
     keepChoices(chat.conversation);
   });
   byId("settings-open").addEventListener("click", changeSettings);

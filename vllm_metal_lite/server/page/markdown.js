@@ -7,8 +7,24 @@ import { copy, iconButton, make } from "./dom.js";
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
+// Formulas stay as they are written: Markdown would take their backslashes, stars and underscores.
+const INLINE = /^(?:\$\$[^$]+\$\$|\$(?![\s$])(?=[^$\n]*[\\^_{=+<>]|\w\$)(?:\\.|[^\\$\n])*(?:\\.|[^\\$\s])\$(?!\w)|\\\([^]{1,999}?\\\)|\\\[[^]{1,999}?\\\])/;
+const BLOCK = /^ {0,3}(?:\$\$([^$]+)\$\$|\\\[([^]{1,9999}?)\\\]) *(?:\n|$)/;
+const formula = (level, start, pattern, renderer) => {
+  const name = `formula-${level}`;
+  const tokenizer = (text) => {
+    const found = pattern.exec(text);
+    return found && { type: name, raw: found[0], text: (found[1] ?? found[2] ?? "").trim() };
+  };
+  return { name, level, start: (text) => text.match(start)?.index, tokenizer, renderer };
+};
+
 const marked = new Marked({
   gfm: true,
+  extensions: [
+    formula("inline", /\$|\\[([]/, INLINE, ({ raw }) => `<code>${escaped(raw)}</code>`),
+    formula("block", /^ {0,3}(?:\$\$|\\\[)/m, BLOCK, ({ text }) => `<pre><code class="language-latex">${escaped(text)}</code></pre>`),
+  ],
   renderer: {
     // An image would be fetched, which tells its host what is read here; a link is not.
     image: ({ href, text }) =>

@@ -47,7 +47,7 @@ export class MessageView {
       this.element.append(this.buttons(conversation, actions));
     } else {
       this.thoughts = null;
-      this.wait = make("p", { class: "waiting" }, make("span", { class: "pulse" }), "Waiting for the first token");
+      this.wait = make("p", { class: "waiting row" }, make("span", { class: "pulse" }), "Waiting for the first token");
       this.foot = make("div", { class: "foot" });
       this.growing = new Growing(this.body);
       this.element.append(this.wait, this.foot);
@@ -145,7 +145,7 @@ export class MessageView {
     const form = make(
       "form", { class: "edit", onsubmit: (event) => { event.preventDefault(); send(); } },
       area,
-      make("div", {},
+      make("div", { class: "row" },
         make("button", { type: "button", onclick: close }, "Cancel"),
         make("button", { type: "submit", class: "main" }, "Ask again")),
     );

@@ -30,12 +30,17 @@ class EngineClient:
 
     metrics: the latest `LLMEngine.metrics()`, at most half a second old while steps run.
     pid: the id of the process.  why_ended: the reason in one line, once `ended` is set.
+    first_token_seconds: how long the first answer's first token took.
     """
 
     model: ModelText
 
-    def __init__(self, name: str, check: EngineConfig | None) -> None:
-        """Start the process.  `start` also loads the model, and explains `check`."""
+    def __init__(
+        self, name: str, check: EngineConfig | None, on_progress: Callable[[str], None]
+    ) -> None:
+        """Start the process.  `start` also loads the model, and explains the arguments."""
+        self._on_progress = on_progress
+        self.first_token_seconds: float | None = None
         self.metrics: dict[str, int] = {}
         self.on_event: Callable[[str], None] = lambda event: None
         self.requests: dict[str, RequestState] = {}  # unfinished, by request id
@@ -57,14 +62,16 @@ class EngineClient:
         name: str,
         configure: Callable[[int], Awaitable[EngineConfig]],
         check: EngineConfig | None,
+        on_progress: Callable[[str], None] = lambda line: None,
     ) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason.
 
         configure: a function that gets the size of the weight files in bytes, once they are on this
         machine, and returns the options.
         check: options with which a first look, without weights, tells whether the model can load.
+        on_progress: a function that gets each line of progress.
         """
-        client = cls(name, check)
+        client = cls(name, check, on_progress)
         try:
             path, weight_bytes = await client._files
             config = await configure(weight_bytes)
@@ -206,6 +213,8 @@ class EngineClient:
             request = self.requests.get(request_id)
             if request is not None:
                 request.take(deltas)
+                if self.first_token_seconds is None and (at := request.times.first_token):
+                    self.first_token_seconds = round(at - request.times.arrived, 3)
                 if request.finished:
                     self.not_finite |= request.not_finite
                     self._drop(request_id)
@@ -215,6 +224,8 @@ class EngineClient:
 
     def logged(self, level: int, message: str, transient: bool) -> None:
         """Log a record of the process.  transient: the record is progress, not for log files."""
+        if transient:
+            self._on_progress(message)
         logger.log(level, message, extra={"transient": transient})
 
     def _end(self, why: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vllm_metal_lite.chat_formats.events import Event
 from vllm_metal_lite.engine.pooling import ONE_TOKEN
 from vllm_metal_lite.images.eyes import SENT_BYTES, ByBytes
-from vllm_metal_lite.images.families import Prepared
+from vllm_metal_lite.images.family import Prepared
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams

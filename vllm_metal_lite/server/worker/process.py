@@ -39,6 +39,7 @@ from vllm_metal_lite.server.worker.watch import Watcher
 logger = logging.getLogger(__name__)
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
+_REST_SECONDS = 2.0  # for work that waits for a pause, at the end; less than link.STOP_SECONDS
 
 
 def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
@@ -55,6 +56,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
     package.setLevel(logging.INFO)
     with never_waiting(), suppress(EOFError, OSError):  # the server is gone
         try:
+            logger.info("finding the model's files", extra={"transient": True})
             path = find(name)
             if check is not None:
                 preview(path, name, check.dtype, check.trust_remote_code)
@@ -115,6 +117,10 @@ class Worker:
             deliver=self._deliver,
             fail=self._fail,
         )
+        until = time.monotonic() + _REST_SECONDS
+        while not self._engine.has_unfinished_requests() and time.monotonic() < until:
+            if not self._engine.rest():  # the prefix disk has all that waited for it
+                break
 
     def _take_call(self) -> bool:
         while not self._pipe.poll(self._watcher.wait()):

@@ -7,8 +7,7 @@ import { palette } from "./colours.js";
 // Codes of cells; a positive code is the number of the request that alone owns the cell's blocks.
 const SHARED = -2;
 const KINDS = { 0: "free", [-1]: "cached", [SHARED]: "shared" };
-const HIGHEST = 112;  // pixels
-const SIZES = [14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
+const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
 
 export class PoolMap {
   /** hover(n): a request is pointed at; 0: none. */
@@ -29,7 +28,8 @@ export class PoolMap {
     this.cells = blocks ? blocks.runs.flatMap(([code, n]) => new Array(n).fill(code)) : [];
     const width = this.canvas.clientWidth;
     const number = this.cells.length;
-    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= HIGHEST) ?? 3;
+    const highest = parseFloat(getComputedStyle(this.canvas).maxHeight);
+    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= highest) ?? 3;
     this.columns = Math.max(1, Math.floor(width / this.size));
     const rows = Math.max(1, Math.ceil(number / this.columns));
     const context = fit(this.canvas, rows * this.size);

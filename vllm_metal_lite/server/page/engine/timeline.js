@@ -11,7 +11,7 @@ const HEIGHT = 130;  // of the columns
 const GAP = 24;
 const STRIP = 26;  // of the times
 const LINEAR = 4;  // tokens up to which the scale is about linear
-const FONT = "10.5px system-ui, sans-serif";
+const FONT = "12px system-ui, sans-serif";
 const TICKS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536];
 
 export class Timeline {

@@ -56,12 +56,7 @@ export class EngineView {
 
   pause(paused) {
     this.watcher.setPaused(paused);
-    const button = byId("engine-pause");
-    const label = paused ? "Resume" : "Pause";
-    button.setAttribute("aria-pressed", String(paused));
-    button.setAttribute("aria-label", label);
-    button.title = label;
-    button.querySelector("use").setAttribute("href", paused ? "#i-play" : "#i-pause");
+    byId("engine-pause").setAttribute("aria-pressed", String(paused));
   }
 
   /** Show or hide the paragraphs that explain the view. */
@@ -179,11 +174,11 @@ export class EngineView {
       hits: share(m.prefix_cache_hit_tokens, queried),
       used: share(m.blocks_owned, m.blocks_total),
       preempted: m.blocks_total ? count(m.preemptions) : "–",
-      drafts: share(m.accepted_tokens, m.draft_tokens),
+      drafts: `${share(m.accepted_tokens, m.draft_tokens)} accepted`,
     };
     for (const [name, figure] of Object.entries(figures)) {
-      const [value, unit = ""] = figure.split(" ");
-      byId(`figure-${name}`).replaceChildren(value, make("span", {}, unit));
+      const [value, ...unit] = figure.split(" ");
+      byId(`figure-${name}`).replaceChildren(value, make("span", {}, unit.join(" ")));
     }
     byId("figure-drafts").parentElement.hidden = !m.draft_tokens;
   }

@@ -1,0 +1,261 @@
+"""Trained heads and draft models: their drafts are right, and change no token."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from metal.host import installed
+from tests.support.models import tiny_models as tiny
+from tests.support.models.trained_heads import NAMES, Head, write_head
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.model.drafter import with_drafter
+from vllm_metal_lite.model.loader import load
+from vllm_metal_lite.model.packed import body_of
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.speculation.speculator import Speculator
+
+OPTIONS = {"num_blocks": 64, "max_model_len": 100, "max_num_batched_tokens": 32}
+
+
+class ByModel(Speculator):
+    """Drafts by the model, in random steps.  made: the known tokens and the drafts."""
+
+    def __init__(self, engine, share=1.0):
+        super().__init__(engine.in_flight.seats.tokens_of, self._noted, 3)
+        self.made, self.random, self.share = [], Random(0), share
+        self._engine, self._own = engine, engine.in_flight._draft
+
+    def _noted(self, wanted):
+        drafts, flying = self._own(wanted), self._engine.in_flight
+        if any(drafts):
+            rows = iter(np.array(flying.pipeline.runner._drafts.token_ids).tolist())
+            for (request, _), draft in zip(wanted, drafts, strict=True):
+                if request in flying._last_rows:
+                    self.made.append((list(request.token_ids), next(rows)[: len(draft)]))
+        return drafts
+
+    def wants(self, decodes):
+        return self.random.random() < self.share
+
+    def _choose(self, *args):
+        return 0, 3
+
+
+def drafting(model, share=1.0, **options):
+    """An engine whose model always drafts."""
+    engine = LLMEngine(model, EngineConfig(**{**OPTIONS, **options}))
+    assert engine.model.drafter is not None
+    engine.in_flight.speculator = ByModel(engine, share)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of models with a head, by name."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            path = tiny.write_folder(tmp_path_factory.mktemp("model"), name)
+            made[name] = write_head(path, Head(name))
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_equal_the_heads_own_forward(name, folders):
+    model = load(str(folders(name)))
+    engine, head = drafting(model), Head(name)
+    prompts = tiny.prompts(3, 1, 50, seed=3)  # cut in chunks, and packed beside each other
+    tokens = tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True))
+    assert tokens == tiny.all_alone(name, prompts, 20)
+    made = engine.in_flight.speculator.made
+    for known, drafts in made:
+        assert drafts == head.drafts(model.packed.model, known, len(drafts))
+    assert {len(drafts) for _, drafts in made} >= {1, 3}
+    assert len(made) > 20
+
+
+PARAMS = {
+    "draws": {"temperature": 0.9},
+    "filters": {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 1},
+    "bans": {"temperature": 0.8, "logit_bias": {7: 3.0}, "allowed_token_ids": [*range(40)]},
+    "ends": {"temperature": 0, "min_tokens": 15, "stop_token_ids": [*range(0, 96, 3)]},
+    "copies": {"temperature": 0.8, "n": 3, "logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_no_parameter_changes_a_token(name, params, folders):
+    model, prompts = load(str(folders(name))), tiny.prompts(3, 3, 20, seed=6)
+    params = SamplingParams(max_tokens=25, seed=5, **params)
+    undrafted = LLMEngine(model, EngineConfig(**OPTIONS, speculate="off"))
+    plain = tiny.outputs(undrafted, prompts, params)
+    engine = drafting(model, share=0.7)
+    found = tiny.outputs(engine, prompts, params)
+    for a, b in zip(plain, found, strict=True):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+    assert engine.metrics()["draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/window"])
+def test_drafts_are_drawn_with_the_noise_of_the_answer(name, tmp_path):
+    """A model that drafts for itself guesses each draw: noise, penalties and bad words agree."""
+    path = str(tiny.write_folder(tmp_path, name))
+    prompts, model = tiny.prompts(2, 5, 20, seed=6), load(path)
+    params = SamplingParams(
+        max_tokens=40, temperature=0.9, seed=5, frequency_penalty=0.7, ignore_eos=True
+    )
+    undrafted = LLMEngine(model, EngineConfig(**OPTIONS, speculate="off"))
+    plain = tiny.answers(undrafted, prompts, params)
+    engine = drafting(model, draft_model=path)
+    assert tiny.answers(engine, prompts, params) == plain
+    metrics = engine.metrics()
+    assert metrics["accepted_tokens"] > 0.95 * metrics["draft_tokens"] > 40
+    assert metrics["steps"] < 20
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("seed", range(2))
+def test_aborts_preemption_failures_and_prefixes(name, seed, folders):
+    """A pool too small for all, equal beginnings, lost steps: the tokens stay."""
+    random, model = Random(seed), load(str(folders(name)))
+    stem = tiny.prompts(1, 20, 20, seed=8)[0]
+    prompts = [stem[: random.randrange(8, 20)] + p for p in tiny.prompts(6, 1, 8, seed=seed)]
+    engine = drafting(
+        model, share=0.6, num_blocks=9, max_num_seqs=4, block_size=8, max_model_len=70
+    )
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, tiny.greedy(28, ignore_eos=True))
+    engine.add_request("gone", stem, tiny.greedy(40))
+    done, steps, launch = {}, 0, engine.runner.execute
+
+    def lost(*args, **how):
+        raise RuntimeError("lost")
+
+    while engine.has_unfinished_requests():
+        steps += 1
+        if steps == 7:
+            engine.abort("gone")
+        engine.runner.execute = lost if steps in (5, 11) else launch
+        done.update(tiny.step(engine, RuntimeError))
+    expected = tiny.all_alone(name, prompts, 28)
+    assert [done[str(i)].outputs[0].token_ids for i in range(6)] == expected
+    assert engine.metrics()["preemptions"] > 0
+    again = drafting(model)
+    for _ in range(2):  # the second time behind a cached prefix
+        assert tiny.answers(again, prompts, tiny.greedy(28, ignore_eos=True)) == expected
+    assert again.metrics()["prefix_cache_hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo"])
+def test_kernels_draft_as_the_reference(name, folders):
+    model = load(str(folders(name)))
+    prompts, params = tiny.prompts(2, 5, 20, seed=2), tiny.greedy(8, ignore_eos=True)
+    expected = tiny.answers(drafting(model), prompts, params)
+    with installed():
+        engine = drafting(model, attention="kernels")
+        assert tiny.answers(engine, prompts, params) == expected
+    head = Head(name)
+    for known, drafts in engine.in_flight.speculator.made:
+        assert drafts == head.drafts(model.packed.model, known, len(drafts))
+
+
+# Files
+
+
+def is_like(found, expected, tolerance=1e-6):
+    return mx.allclose(found, expected, atol=tolerance).item()
+
+
+@pytest.mark.parametrize("how", ["as published", "bare", "quantised"])
+def test_other_files_of_the_same_head(how, tmp_path):
+    path, head = tiny.write_folder(tmp_path / "model", "qwen3_5"), Head("qwen3_5")
+    own, name = tmp_path / "head", None
+    if how == "as published":
+        write_head(path, head, is_mlx=False, minus_one=True)
+    else:
+        own.mkdir()
+        (own / "config.json").write_text('{"model_type": "qwen3_5_mtp"}')
+        weights = {n.removeprefix("mtp."): w for n, w in head.weights.items()}
+        weights = quantised(weights) if how == "quantised" else weights
+        mx.save_safetensors(str(own / "model.safetensors"), weights, {"format": "mlx"})
+        name = str(own)
+    drafter = with_drafter(load(str(path)), name).drafter
+    body = body_of(drafter.packed.model)
+    tolerance = 0.02 if how == "quantised" else 1e-6
+    assert is_like(body.embed_tokens.fc.weight, head.fc, tolerance)
+    assert is_like(body.embed_tokens.norm_hidden.weight, head.norms[1])
+    attention, expected = body.layers[0].self_attn, head.body.layers[0].self_attn
+    assert is_like(attention.q_norm.weight, expected.q_norm.weight)
+    assert is_like(body.norm.weight, head.body.norm.weight)
+
+
+def quantised(weights):
+    found = {}
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            stem, parts = name.removesuffix("weight"), ("weight", "scales", "biases")
+            arrays = mx.quantize(weight, group_size=32, bits=8)
+            found |= {f"{stem}{part}": a for part, a in zip(parts, arrays, strict=True)}
+        else:
+            found[name] = weight
+    return found
+
+
+def test_a_model_without_a_head_drafts_by_lookup_alone(tmp_path):
+    path = str(tiny.write_folder(tmp_path, "qwen3_5"))
+    tiny.edit(tmp_path / "config.json", mtp_num_hidden_layers=1)  # the tensors decide
+    assert LLMEngine(load(path), EngineConfig(**OPTIONS)).model.drafter is None
+
+
+def write_half_a_head(own):
+    head = Head("qwen3_5")
+    del head.weights["mtp.fc.weight"]
+    own.mkdir()
+    write_head(own, head)
+    (own / "config.json").write_text('{"model_type": "qwen3_5_mtp"}')
+
+
+def write_other_tokens(own):
+    tiny.write_folder(own, "llama")
+    text = (own / "tokenizer.json").read_text()
+    (own / "tokenizer.json").write_text(text.replace('"~"', '"~~"'))
+
+
+@pytest.mark.parametrize(
+    ("target", "write", "problem"),
+    [
+        ("llama", lambda own: tiny.write_folder(own, "qwen3_5"), "it keeps recurrent states"),
+        ("llama", write_other_tokens, "its tokenizer has other tokens"),
+        ("qwen3_5", write_half_a_head, "Missing 1 parameters"),
+    ],
+    ids=["recurrent", "other tokens", "half a head"],
+)
+def test_what_cannot_draft_is_refused_by_name(target, write, problem, tmp_path):
+    write(own := tmp_path / "draft")
+    model = load(str(tiny.write_folder(tmp_path / "model", target)))
+    with pytest.raises(ModelLoadError, match=problem):
+        with_drafter(model, str(own))
+
+
+def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):
+    model = load(str(folders("glm4_moe")))
+    engine = drafting(model, share=0.0)  # each decode is launched ahead
+    drafter, followed = engine.runner.drafter, []
+    follow = drafter.follow
+    drafter.follow = lambda *args: followed.append(1) or follow(*args)
+    prompts = tiny.prompts(1, 5, 5, seed=2)
+    answers = tiny.answers(engine, prompts, tiny.greedy(90, ignore_eos=True))
+    assert answers == tiny.all_alone("glm4_moe", prompts, 90)
+    assert 60 < len(followed) < 70 < engine.metrics()["steps"]
+    engine.in_flight.speculator.share = 1.0  # drafts begin again
+    assert tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True)) == [answers[0][:20]]
+    assert engine.metrics()["draft_tokens"] > 20

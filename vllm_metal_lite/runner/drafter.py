@@ -1,0 +1,163 @@
+"""Runs the drafter of a model: over the rows of each step, then a token at a time.
+
+`follow` runs the drafter over the rows of a step that was just built, in the same slots of its own
+layers.  So its K and V are in the blocks of the model's, with no care of their own.  A trained head
+reads the next token of each row, which the step knows or samples; another model reads the rows'
+own tokens.
+
+`draft` continues a request's newest tokens.  The drafts' K and V go to the slots where the next
+step puts those tokens, if they come true; else that step overwrites them.  K and V may also be
+stale or missing, behind steps without the drafter: the model verifies each draft.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_metal_lite.attention.base import Attention, DeviceBatch
+from vllm_metal_lite.attention.step_arrays import pad_rows, upload_padded
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import PAD_SLOT, UNKNOWN_DRAFT, ForwardBatch
+from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.runner.compiled import CompiledSteps, Result, State
+from vllm_metal_lite.runner.result import StepResult
+
+# Packs decodes: the position of each request -> a batch of one row for each.
+Pack = Callable[[np.ndarray], ForwardBatch]
+# Chooses a token of each request, (B,) int32: (logits (B, vocab_size), the drafts before).
+Choose = Callable[[mx.array, list[mx.array]], mx.array]
+
+
+class Drafts(NamedTuple):
+    """Drafts on the device.  seats: (B,) the requests' seats.  starts: (B,) the position of each
+    one's first draft.  token_ids: (B, K) int32."""
+
+    seats: np.ndarray
+    starts: np.ndarray
+    token_ids: mx.array
+
+    def fill(self, step: DeviceBatch) -> mx.array:
+        """The token_ids (num_rows,) of a step, with these drafts in place of UNKNOWN_DRAFT."""
+        batch = step.batch
+        rows = np.flatnonzero(batch.token_ids == UNKNOWN_DRAFT)
+        if not len(rows):
+            return step.token_ids
+        segments = np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1
+        place = np.zeros(self.seats.max() + 1, np.int32)
+        place[self.seats] = np.arange(len(self.seats))
+        which = place[batch.req_indices[segments]]
+        drafts = self.token_ids[
+            mx.array(which), mx.array(batch.positions[rows] - self.starts[which])
+        ]
+        return mx.put_along_axis(step.token_ids, mx.array(rows), drafts, axis=0)
+
+
+class _Followed(NamedTuple):
+    """What the drafter made of a step.  logits: of its sampled rows, in order.  hidden: its hidden
+    states (num_rows, 1, hidden_size).  Both are lazy: computed only if drafts follow."""
+
+    batch: ForwardBatch
+    logits: mx.array
+    hidden: mx.array
+
+
+class Drafter:
+    """A drafter over the store of its model.  follows: whether it runs over the next step."""
+
+    follows = True
+
+    def __init__(self, model: PackedModel, attention: Attention, padded: Callable[[int], int]):
+        self._model, self._attention, self._padded = model, attention, padded
+        self._compiled = CompiledSteps(model, attention)
+        self._last: _Followed | None = None
+
+    @property
+    def takes_hidden(self) -> bool:
+        return self._model.takes_hidden
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the drafter has followed the last step."""
+        return self._last is not None
+
+    def forget(self) -> None:
+        """Drop the last step: its lazy arrays would hold the store's."""
+        self._last = None
+
+    def follow(self, step: DeviceBatch, built: Result, result: StepResult) -> State:
+        """Run the drafter over a step; returns the attention's next state.
+
+        built: the model's forward.  result: holds the sampled tokens, still on the device.
+        """
+        _, hidden, state = built
+        batch = step.batch
+        step = step._replace(returns_hidden=True, pictures=None)
+        if self.takes_hidden:
+            step = step._replace(token_ids=_next_tokens(step, result), hidden=hidden[0])
+        logits, [mine], state = self._run(step, state)
+        self._last = _Followed(batch, logits, mine)
+        return state
+
+    def _run(self, step: DeviceBatch, state: State) -> Result:
+        return self._compiled(step, state) or self._compiled.build(step, state)
+
+    def draft(
+        self,
+        seats: np.ndarray,
+        rows: np.ndarray,
+        limits: np.ndarray,
+        pack: Pack,
+        choose: Choose,
+        state: State,
+    ) -> tuple[Drafts, State]:
+        """Submit drafts of B requests; returns (the drafts, the attention's next state).
+
+        rows: (B,) the sampled row of the last step behind whose token each request is drafted.
+        limits: (B,) the most drafts of each, whose K and V have slots; more drafts are made for
+        requests with lower limits than others, and mean nothing.
+        """
+        assert self._last is not None, "drafts continue a step"
+        batch, logits, hidden = self._last
+        packed_rows = batch.logits_indices[rows]
+        starts = batch.positions[packed_rows] + 2
+        logits, hidden = logits[mx.array(rows)], hidden[mx.array(packed_rows)]
+        drafts: list[mx.array] = []
+        for depth in range(int(limits.max())):
+            if depth or not self.takes_hidden:
+                decodes = pack(starts - 1 - self.takes_hidden + depth)
+                step = self._attention.prepare(decodes, self._padded(len(rows)))
+                step = step._replace(logits_indices=None, returns_hidden=True, pictures=None)
+                rest = step.num_rows - len(rows)
+                if (beyond := depth >= limits).any():
+                    step = step._replace(slot_mapping=_without(step.slot_mapping, beyond))
+                if drafts:
+                    step = step._replace(token_ids=mx.pad(drafts[-1], (0, rest)))
+                if self.takes_hidden:
+                    padded = mx.pad(hidden, [(0, rest), (0, 0), (0, 0)])
+                    step = step._replace(hidden=padded)
+                logits, [hidden], state = self._run(step, state)
+                logits, hidden = logits[: len(rows)], hidden[: len(rows)]
+            drafts.append(choose(logits, drafts))
+        made = Drafts(seats, starts, mx.stack(drafts, axis=1))
+        mx.async_eval(made.token_ids, state)
+        return made, state
+
+
+def _without(slot_mapping: tuple[mx.array, ...], rows: np.ndarray) -> tuple[mx.array, ...]:
+    """The slots of a step, without those of these rows."""
+    padded = mx.array(pad_rows(rows, len(slot_mapping[0])))
+    return tuple(mx.where(padded, mx.array(PAD_SLOT), slots) for slots in slot_mapping)
+
+
+def _next_tokens(step: DeviceBatch, result: StepResult) -> mx.array:
+    """(num_rows,) int32, the token after each row."""
+    batch = step.batch
+    if result.output is None:
+        return upload_padded(batch.next_token_ids, step.num_rows)
+    sampled = result.output.token_ids
+    if len(sampled) == batch.num_tokens:
+        return mx.pad(sampled, (0, step.num_rows - len(sampled)))
+    tokens = upload_padded(batch.next_token_ids, step.num_rows)
+    rows = mx.array(batch.logits_indices[: len(sampled)])
+    return mx.put_along_axis(tokens, rows, sampled, axis=0)
