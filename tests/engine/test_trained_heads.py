@@ -239,6 +239,22 @@ def write_other_tokens(own):
     (own / "tokenizer.json").write_text(text.replace('"~"', '"~~"'))
 
 
+def test_half_a_head_in_the_models_folder_is_left_out(tmp_path, caplog):
+    path, head = tiny.write_folder(tmp_path, "qwen3_5"), Head("qwen3_5")
+    del head.weights["mtp.fc.weight"]
+    write_head(path, head)
+    with caplog.at_level("WARNING", "vllm_metal_lite"):
+        assert LLMEngine(load(str(path)), EngineConfig(**OPTIONS)).model.drafter is None
+    assert "Missing 1 parameters" in caplog.text
+    assert "drafts are looked up alone" in caplog.text
+
+
+def test_a_configuration_may_leave_out_what_mlx_lm_assumes(tmp_path):
+    path = write_head(tiny.write_folder(tmp_path, "qwen3_5"), Head("qwen3_5"))
+    tiny.edit(path / "config.json", rms_norm_eps=...)  # 1e-6 in mlx-lm, too
+    assert with_drafter(load(str(path)), None).drafter is not None
+
+
 @pytest.mark.parametrize(
     ("target", "write", "problem"),
     [

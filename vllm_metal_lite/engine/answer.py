@@ -85,6 +85,10 @@ class Answer:
             return True
 
     def _take(self, result: StepResult, rows: range) -> bool:
+        if len(rows) > 1:  # forced tokens may be known since before the step
+            count = sum(row not in result.no_token for row in rows)
+            if self._extend(len(self.request.token_ids) - count):
+                return True
         for row in rows:
             if row in result.no_token:
                 return self.fail(result.no_token[row])
@@ -97,10 +101,10 @@ class Answer:
                 return True
         return False
 
-    def _extend(self) -> bool:
-        """Take the request's new tokens, one by one; True when one ends the answer."""
+    def _extend(self, end: int | None = None) -> bool:
+        """Take the request's new tokens before `end`, one by one; True when one ends the answer."""
         start = self.request.num_prompt_tokens + len(self._token_ids)
-        return any(map(self._append, self.request.token_ids[start:]))
+        return any(map(self._append, self.request.token_ids[start:end]))
 
     def _append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""

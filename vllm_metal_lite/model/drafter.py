@@ -4,7 +4,9 @@ The drafter's layers follow the model's own in the store.  So they have the same
 cache, preemption and the disk serve them, too.
 """
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -16,33 +18,39 @@ from vllm_metal_lite.model.loader import LoadedModel, from_model, load
 from vllm_metal_lite.model.packed import Mode, body_of
 from vllm_metal_lite.model.trained_heads import read_head
 
+logger = logging.getLogger(__name__)
+
 
 def with_drafter(
     model: LoadedModel, name: str | None, dtype: str = "auto", trust_remote_code: bool = False
 ) -> LoadedModel:
-    """The model with a drafter, which `name` names; None: the head in the model's own folder, if
-    there is one.
+    """The model with the drafter that `name` names; None: with the head in its own folder, if there
+    is one and it fits.
 
-    dtype, trust_remote_code: see `load`.  Raises ModelLoadError, with the reason, if the drafter
-    does not fit the model.
+    dtype, trust_remote_code: see `load`.  Raises ModelLoadError, with the reason, if the named
+    drafter does not fit the model.
     """
-    folder = model.folder if name is None else find(name)
-    drafter = None
-    with loading(name or model.name, "its trained head"):
-        head = None
-        if folder is not None:
-            head = read_head(folder, model.packed.model, model.config)
-        if head is not None:
-            if dtype != "auto":
-                cast(head, getattr(mx, dtype))
-            elif backend.is_cpu():
-                expand(head)
-            drafter = from_model(head, None, model.config, f"the head of {model.name}")
-    if drafter is None:
-        if name is None:
+    if name is None:
+        try:
+            head = None if model.folder is None else _head(model, model.folder, dtype)
+            return model if head is None else attach(model, head)
+        except ModelLoadError as e:
+            logger.warning(f"{e}; drafts are looked up alone")
             return model
-        drafter = load(name, dtype, trust_remote_code)
-    return attach(model, drafter)
+    return attach(model, _head(model, find(name), dtype) or load(name, dtype, trust_remote_code))
+
+
+def _head(model: LoadedModel, folder: Path, dtype: str) -> LoadedModel | None:
+    """The trained head in a folder; None if there is none."""
+    with loading(model.name, f"the trained head in {folder}"):
+        head = read_head(folder, model.packed.model, model.config)
+        if head is None:
+            return None
+        if dtype != "auto":
+            cast(head, getattr(mx, dtype))
+        elif backend.is_cpu():
+            expand(head)
+        return from_model(head, None, model.config, f"the head of {model.name}")
 
 
 def attach(model: LoadedModel, drafter: LoadedModel) -> LoadedModel:

@@ -100,7 +100,7 @@ def new_head(model: nn.Module, config: dict[str, Any]) -> nn.Module | None:
     own: Any = body_of(head)
     if hasattr(own, "ssm_idx"):
         own.ssm_idx = None  # no layer is recurrent
-    size, eps = text["hidden_size"], text["rms_norm_eps"]
+    size, eps = own.norm.weight.size, own.norm.eps
     own.embed_tokens = HeadEmbedding(body.embed_tokens, size, eps, family.hidden_first)
     if "lm_head" in (above := _above(head)):
         above.lm_head = ModelsHead(_above(model).lm_head)
@@ -112,11 +112,12 @@ def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Modu
 
     Raises ValueError if the head's tensors do not fit the model.
     """
-    if (head := new_head(model, config)) is None:
+    family, body = _FAMILIES.get(str(config.get("model_type"))), cast(Any, body_of(model))
+    if family is None or body is None:
         return None
-    text, family = config.get("text_config") or config, _FAMILIES[config["model_type"]]
-    weights, adds_one = _weights_of(folder, family, text["num_hidden_layers"])
-    if not weights:
+    weights, adds_one = _weights_of(folder, family, len(body.layers))
+    head = new_head(model, config) if weights else None
+    if head is None:
         return None
     body = body_of(head)
     (path,) = (path for path, module in head.named_modules() if module is body)
