@@ -1,4 +1,4 @@
-"""What changes a token: the same prompts alone, in crowds, in other chunks and with drafts, greedy.
+"""Count the answers that crowds, other chunks and drafts change, with greedy decoding.
 
     python -m tools.bench.invariance --model qwen3-0.6b --trusted      a GPU; random weights
     python -m tools.bench.invariance                                   a CPU: the demo model
@@ -26,7 +26,7 @@ from vllm_metal_lite.benchmark import vocabulary
 from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.model.loader import LoadedModel
 
-# Name -> fields of EngineConfig.  "alone" is what all are compared with.
+# Name -> fields of EngineConfig.  All runs are compared with "alone".
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1},
     "again": {"max_num_seqs": 1},

@@ -197,7 +197,7 @@ def parameter_calls(
             without_mark = f"{limits} & {text_without(end_mark)}"
             if end_mark in special:  # by its id; its letters are no part of the string either
                 return rules.add(without_mark, "T"), after
-            if limits != _ANY_TEXT:  # a mark before the limits are met would be the end
+            if limits != _ANY_TEXT:  # else a mark could end the string before the limits are met
                 limits = without_mark
             suffixed = rules.add(limits, "v", f"[suffix={literal(end_mark)}]")
             return suffixed, after.partition(end_mark)[2]

@@ -96,8 +96,8 @@ class Processor:
         return found
 
     def of(self, item: Any) -> Prepared:
-        """A picture as `read` takes it.  Later turns of a conversation bring its data: URL or its
-        file again, and do not decode it again.  Raises RequestError."""
+        """Prepare a picture in any form that `read` takes.  Later turns of a conversation bring its
+        data: URL or its file again; it is not decoded again.  Raises RequestError."""
         if not isinstance(item, (str, bytes)):
             return self(read(item))
         data = item.encode(errors="surrogatepass") if isinstance(item, str) else item
@@ -115,9 +115,9 @@ class Processor:
 
     @property
     def most_patches(self) -> int:
-        """Those of the largest picture that a request may have, a square."""
+        """The patches of a square picture of MAX_PIXELS, the largest that a request may have."""
         side = math.isqrt(MAX_PIXELS)
-        if self.family.rotates_by_grid:  # such a picture keeps its size, so preparing it is slow
+        if self.family.rotates_by_grid:  # such pictures keep their size, so preparing one is slow
             return int(self._processor.get_number_of_image_patches(side, side, {}))
         black = Picture(np.zeros((side, side, 3), np.uint8), b"")
         return len(preprocess(self.family, self._processor, black).patches)
@@ -137,7 +137,7 @@ class Eyes(NoEyes):
     """Computes the rows of pictures; MLX arrays belong to the thread that uses the engine."""
 
     def __init__(self, processor: Processor, tower: Tower, max_pictures: int) -> None:
-        """max_pictures: the most of one prompt."""
+        """max_pictures: the most pictures of a prompt."""
         self.processor, self.tower, self.family = processor, tower, processor.family
         self.max_pictures = max_pictures
         self._kept = ByBytes[Features](FEATURE_BYTES)
@@ -160,8 +160,8 @@ class Eyes(NoEyes):
         return place(token_ids, self.family, pictures)
 
     def __call__(self, picture: Prepared) -> Features:
-        """The features of a picture: kept ones, or those of the tower, which the device begins to
-        compute while the host builds the step."""
+        """The features of a picture.  If they are not kept, the device begins to compute them while
+        the host builds the step."""
         found = self._kept.get(picture.digest)
         if found is None:
             views = picture.views(self._normalised(picture.patches))
@@ -191,7 +191,7 @@ def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
     """The eyes of a model, or the reason why it takes no pictures, which is logged once if the
     model's files have a tower that does not load.
 
-    max_pictures: the most of one prompt; 0: the tower is not loaded.
+    max_pictures: the most pictures of a prompt; 0: the tower is not loaded.
     """
     name, folder = model.name, model.folder
     try:

@@ -29,7 +29,7 @@ SIGLIP = (
 
 
 class SiglipTower(Tower):
-    """Without the part that leads to the language model."""
+    """SigLIP without a projector; families add theirs."""
 
     prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")
@@ -48,7 +48,7 @@ class SiglipTower(Tower):
 
     @staticmethod
     def side_of(vision: Config) -> int:
-        """The positions are a square of side x side."""
+        """The side of the square of positions."""
         return int(vision["image_size"] // vision["patch_size"])
 
     def encode(self, patches: mx.array, positions: mx.array) -> mx.array:

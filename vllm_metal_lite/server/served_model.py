@@ -37,8 +37,8 @@ class ModelSpec:
 class LoadedEngine:
     """A model's engine.
 
-    size: the bytes that it may use.  stays_until: when another model may take them.
-    idle_seconds: after so long without requests it leaves; idle: the timer for that.
+    size: the bytes that it may use.  stays_until: the time from which another model may take them.
+    idle_seconds: the time without requests after which it leaves.  idle: the timer of that time.
     users: the number of requests that hold it.  leaves: the number of unloads that wait for them.
     """
 
@@ -75,10 +75,11 @@ class Model:
         self.leaving: asyncio.Task[None] | None = None  # its unload after an idle time
         self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
-        self.context: int | None = None  # its length in tokens, as the model's files say
+        self.context: int | None = None  # the longest context in tokens, as the model's files say
         self.only_pools = False  # whether it is made for embeddings or scores alone
-        self.facts: ModelFacts | None = None  # of its latest engine
-        self._stages: dict[str, float] = {}  # of its latest load: when each began; "": its end
+        self.facts: ModelFacts | None = None  # those of its latest engine
+        # When each stage of the latest load began; "": when the load ended.
+        self._stages: dict[str, float] = {}
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model

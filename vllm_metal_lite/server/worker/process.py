@@ -119,7 +119,7 @@ class Worker:
         )
         until = time.monotonic() + _REST_SECONDS
         while not self._engine.has_unfinished_requests() and time.monotonic() < until:
-            if not self._engine.rest():  # the prefix disk has all that waited for it
+            if not self._engine.rest():  # all that waited is on the prefix disk
                 break
 
     def _take_call(self) -> bool:
