@@ -14,7 +14,7 @@ from tests.images.test_families import FAMILIES, family_of, picture
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.images.eyes import Eyes, Processor
 
-# Each channel has its own.
+# Each channel has its own mean and deviation.
 NORMAL = {"do_normalize": True, "image_mean": [0.1, 0.4, 0.7], "image_std": [0.3, 0.5, 0.9]}
 
 
@@ -61,6 +61,6 @@ def test_one_number_may_be_that_of_all_channels(tmp_path: Path) -> None:
     [("qwen3_vl", 65_536), ("gemma3", 64**2), ("gemma4", 48**2), ("mistral3", 110**2)],
 )
 def test_the_largest_picture_that_a_tower_may_get(kind: str, most: int, tmp_path: Path) -> None:
-    """As the settings say: 16,777,216 pixels, a square of 896, 280 rows, an edge of 1,540."""
+    """The settings limit 16,777,216 pixels, a square of 896, 280 rows, and an edge of 1,540."""
     processor, _ = processors(kind, tmp_path)
     assert processor.most_patches == most

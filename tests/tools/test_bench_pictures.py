@@ -1,4 +1,4 @@
-"""The benchmark of pictures: what runs know of each other, and what mlx-vlm is needed for."""
+"""The benchmark of pictures: no run knows another's pictures, and mlx-vlm may be missing."""
 
 from unittest.mock import patch
 
