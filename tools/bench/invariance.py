@@ -53,7 +53,7 @@ class Answers(NamedTuple):
 
 
 def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options: Any) -> Answers:
-    """All prompts on an engine of its own."""
+    """Run all prompts on a new engine."""
     longest = max(map(len, prompts)) + num_tokens
     seats = options["max_num_seqs"]
     blocks = (seats + 1) * (longest // EngineConfig.block_size + 2)
@@ -74,8 +74,7 @@ def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options
 
 
 def differences(alone: Answers, other: Answers) -> list[tuple[int, float]]:
-    """(The place of the first token that differs, its margin in the run alone) of each answer that
-    differs."""
+    """For each answer that differs: (place of the first other token, the margin there alone)."""
     found = []
     for a, b in zip(alone.answers, other.answers, strict=True):
         pairs = enumerate(zip(a.tokens, b.tokens, strict=True))

@@ -39,7 +39,7 @@ class EncoderConfig:
     """gated: the MLP multiplies its activated half with another one.  bias: whether the linear
     layers have one.  layer_norm: LayerNorm with a bias, otherwise RMSNorm.  sandwich: a norm before
     and one after each half of a layer, and norms of queries, keys and values (Gemma 4).
-    qk_norm: norms of queries and keys (GLM-OCR).  scaled: each half of a layer is multiplied by a
+    qk_norm: queries and keys have norms (GLM-OCR).  scaled: each half of a layer is multiplied by a
     learned vector (InternVL).
     """
 

@@ -78,7 +78,7 @@ class Processor:
             kind = getattr(processors, family.processor)
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
-        self._digests = ByBytes[bytes](NAME_BYTES)  # of pictures, by the name of their file
+        self._digests = ByBytes[bytes](NAME_BYTES)  # digests of pictures, by a hash of the file
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Processor":

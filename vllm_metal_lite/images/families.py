@@ -40,7 +40,7 @@ def find_family(config: Config) -> Family | None:
     if kind not in _FAMILIES:
         reason = NOT_SERVED.get(kind, "its vision tower is not built here")
         raise RequestError(f"pictures are not served for {kind}: {reason}")
-    if config.get("image_token_id") is None and "image_token_index" in config:  # its older name
+    if config.get("image_token_id") is None and "image_token_index" in config:  # the older name
         config = {**config, "image_token_id": config["image_token_index"]}
     return _FAMILIES[kind](completed(config))
 

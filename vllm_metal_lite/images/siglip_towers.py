@@ -94,7 +94,7 @@ class Gemma3Tower(SiglipTower):
 
 
 class IdeficsTower(SiglipTower):
-    """Idefics3 and SmolVLM: tiles of one size."""
+    """Idefics3 and SmolVLM, which cut a picture into tiles of one size."""
 
     prefixes = ("model.vision_model.", "vision_model.")
     projector = ("model.connector.", "connector.")
@@ -112,7 +112,7 @@ class IdeficsTower(SiglipTower):
 
 
 class Lfm2Tower(SiglipTower):
-    """LFM2-VL: tiles of one size, and a view of the whole picture in its own proportions."""
+    """LFM2-VL, with tiles of one size and a view of the whole picture in its own proportions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -145,7 +145,7 @@ class Lfm2Tower(SiglipTower):
 
 
 class InternTower(Tower):
-    """InternVL: tiles of one size, each with a class token, which is left out at the end."""
+    """InternVL, with tiles of one size.  Each has a class token, which is left out at the end."""
 
     prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")

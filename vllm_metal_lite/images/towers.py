@@ -134,7 +134,7 @@ def linear_taps(at: np.ndarray, side: int, reach: float = 1.0) -> np.ndarray:
 
 
 def cubic_taps(at: np.ndarray, side: int) -> np.ndarray:
-    """As `linear_taps`, with the cubic kernel of torch; the ends repeat."""
+    """Like `linear_taps`, but with torch's cubic kernel; the points at the ends repeat."""
     taps, first = np.zeros((len(at), side)), np.floor(at).astype(int)
     for point in (first + i for i in range(-1, 3)):
         d = np.abs(at - point)

@@ -1,7 +1,7 @@
 """Runs the drafter of a model: over the rows of each step, then a token at a time.
 
 `follow` runs the drafter over the rows of a step that was just built, in the same slots of its own
-layers.  So its K and V are in the model's blocks, and nothing else manages them.  A trained head
+layers.  So its K and V are in the model's blocks, which the scheduler manages.  A trained head
 reads the next token of each row, which the step knows or samples; another model reads the rows'
 own tokens.
 

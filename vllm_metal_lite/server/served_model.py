@@ -72,7 +72,7 @@ class Model:
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
-        self.leaving: asyncio.Task[None] | None = None  # its unload after an idle time
+        self.leaving: asyncio.Task[None] | None = None  # the unload after an idle time
         self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # the longest context in tokens, as the model's files say
@@ -148,8 +148,10 @@ class Model:
 
 
 def read_files(source: str, max_model_len: int | None) -> tuple[int | None, bool]:
-    """The context of a model whose files are on this machine, None if only loading will tell; and
-    whether the model is made for embeddings or scores alone."""
+    """Returns a model's longest context, and whether the model makes only embeddings or scores.
+
+    The context is None if the files are not on this machine, or do not name it.
+    """
     folder = context = None
     with suppress(ModelLoadError, OSError):
         folder = find(source, download=False)

@@ -124,8 +124,8 @@ class _Record:
 
 
 class _History:
-    """records: a request's, for lookup and for the drafter.  proposed: its last draft, before any
-    constraint.  of_last: the record of that draft's source."""
+    """The past drafts of a request.  records: one for lookup, one for the drafter.  proposed: the
+    last draft, before any constraint.  of_last: the record of that draft's source."""
 
     __slots__ = ("of_last", "proposed", "records")
 
@@ -156,7 +156,7 @@ class Speculator:
         self._max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
-        self._num_model_drafts = 0  # in the last draft
+        self._num_model_drafts = 0  # of the last step, as in Pace
         self.num_since_model = 0  # steps since the model made drafts
         self._turn = 0
 
