@@ -21,7 +21,7 @@ def ours() -> SeeingEngine:
     eyes = random_eyes(model.config, mx.float32, None, native(model))
     model.packed.axis_of_frequency = axis_of_frequency([6, 5, 5])
     config = EngineConfig(max_num_seqs=8, max_model_len=400, num_blocks=400, speculate="off")
-    with patch("vllm_metal_lite.images.eyes.attach", lambda _: eyes):
+    with patch("vllm_metal_lite.images.eyes.attach", lambda *_: eyes):
         return SeeingEngine(LLMEngine(model, config), Pictures(model.config, 64))
 
 
