@@ -163,7 +163,7 @@ const int end = PARTIAL ? metal::min(start + per_split, seen) : seen;
 const float softcap = as_type<float>(SOFTCAP);
 const float s_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
 
-// PARTIAL: the first tile is asked for before the queries are made.  Where rows lie is looked up a tile ahead.
+// PARTIAL: the first tile is loaded before the queries are made, and slots are looked up one tile ahead.
 const size_t table = size_t(metal::max(segment, 0)) * block_tables_shape[1];
 thread uint k_held[PARTIAL ? K_HELD * WORDS : 1];
 thread uint v_held[PARTIAL ? V_HELD * WORDS : 1];

@@ -22,7 +22,7 @@ MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 # Seats are rows of host tables that are made at start.
 MAX_NUM_SEQS = 16384
 
-# The most items of a prompt, by vLLM's names.  No model here takes audio or video.
+# The most items of each kind in a prompt, by vLLM's names.  No model here takes audio or video.
 MM_LIMITS = {"image": 100, "audio": 0, "video": 0}
 
 # A request has at most this number of drafts in a step.

@@ -83,7 +83,7 @@ def test_each_agent_does_its_task(tmp_path, template, hybrid, thoughts):
 
 
 def test_each_agent_reads_a_picture_and_goes_on(tmp_path):
-    """A bright one; without it the model would say that it is dark."""
+    """A bright picture; without a picture the model would say that it is dark."""
     installed()
     words, agents, scripts = TASKS[:3], [], {}
     for kind, word in zip(KINDS, words, strict=True):

@@ -115,7 +115,7 @@ def test_only_small_steps(monkeypatch):
 
 
 class SplitCase(KernelCase):
-    """Rows of drafts behind long contexts."""
+    """A step of requests with drafts, which attends in two splits of each context."""
 
     rows_as_decodes = LIMIT
 

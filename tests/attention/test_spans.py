@@ -50,7 +50,7 @@ def test_in_16_bits_with_gemmas_heads(dtype, prefill):
 
 
 def test_causal_rows_would_differ():
-    """The control: rows of pictures differ, and no other row."""
+    """The control: without spans, rows of pictures differ, and no other row does."""
     for how in ({}, {"window": 11}):
         seeing, causal = Case(SEGMENTS, spans=SPANS), Case(SEGMENTS)
         away = np.abs(seeing.run(**how) - causal.run(**how)).max(axis=(1, 2))
@@ -62,7 +62,7 @@ def test_causal_rows_would_differ():
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_a_small_step_attends_to_no_row_of_a_picture_as_to_a_decode(prefill):
-    """Nor by a shared prefix: both read only what comes before a row."""
+    """A shared prefix is not used either: both paths read only what comes before a row."""
     launched = []
 
     class SmallSteps(KernelCase):
@@ -110,7 +110,7 @@ def test_without_the_kernel_pictures_take_masks(failed):
 
 
 def test_a_span_outside_its_segment_is_refused():
-    """On a device it would read keys that are not there."""
+    """On a device, such a span would read keys that are not there."""
     batch = Case(SEGMENTS, spans=SPANS).batch
     blocks = int(batch.block_tables.max()) + 1
     batch.validate(blocks)

@@ -110,7 +110,7 @@ def test_a_string_ends_at_its_mark_whatever_its_limits_are(name, limits):
             continue
         for start, is_taken in ("a" * 60, True), ("!", False):
             before, after = WRITERS[name]([("put", {"x": f"{start}987"})]).split("987")
-            mark = f"{after.split('>')[0]}>"  # a longer string would hold it
+            mark = f"{after.split('>')[0]}>"  # a longer string would contain the mark
             tokens = walks_of.tokens_of(name, special).encode(before + mark)
             assert (found.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_taken
 

@@ -1,4 +1,4 @@
-"""What all programs here ask about."""
+"""The tools, schemas and texts that all programs here use."""
 
 import math
 import sys

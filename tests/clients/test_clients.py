@@ -31,7 +31,7 @@ PROGRAMS = {path.stem.removeprefix("with_"): path for path in sorted(HERE.glob("
 RECORDED = {path.stem: json.loads(path.read_text()) for path in HERE.glob("recorded/*.json")}
 EXCHANGES = [(name, i) for name in sorted(RECORDED) for i in range(len(RECORDED[name]))]
 HI = [{"role": "user", "content": "hi"}]
-# Programs ask nobody but our server.
+# Programs may call no server but ours.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
 QUIET |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", "DO_NOT_TRACK": "1"}
 
@@ -153,14 +153,14 @@ def test_older_names_of_forms_are_not_ignored(client):
 
 
 def test_an_effort_beside_the_conversation(client):
-    """As Open WebUI asks over the Responses API."""
+    """Open WebUI sends such requests to the Responses API."""
     for fields in {"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}:
         reply = httpx.post(f"{client.base_url}responses", json={"input": HI, **fields})
         assert reply.json()["reasoning"]["effort"] == "none"
 
 
 def command_of(program: Path) -> list[str]:
-    """The command that runs a program.  Skips the test where its library cannot be had."""
+    """The command that runs a program.  Skips the test where its library cannot be installed."""
     tool = "uv" if program.suffix == ".py" else "npm"
     if shutil.which(tool) is None:
         pytest.skip(f"no {tool} here")
@@ -178,7 +178,7 @@ def command_of(program: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gets_what_it_wants(name, tmp_path):
-    """It is recorded if there is no recording yet."""
+    """Its requests are recorded if there is no recording yet."""
     command, kept = command_of(PROGRAMS[name]), HERE / "recorded" / f"{name}.json"
     env = {**os.environ, **QUIET, "HOME": str(tmp_path), "OPENAI_API_KEY": "-"}
     env["UV_CACHE_DIR"] = str(MODULES / "uv")

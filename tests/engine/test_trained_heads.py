@@ -134,7 +134,7 @@ def test_drafts_are_drawn_with_the_noise_of_the_answer(name, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_preemption_failures_and_prefixes(name, seed, folders):
-    """A pool too small for all, equal beginnings, lost steps: the tokens stay."""
+    """The tokens stay with a pool that is too small, with equal beginnings, and with lost steps."""
     random, model = Random(seed), load(str(folders(name)))
     stem = tiny.prompts(1, 20, 20, seed=8)[0]
     prompts = [stem[: random.randrange(8, 20)] + p for p in tiny.prompts(6, 1, 8, seed=seed)]

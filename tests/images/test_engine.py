@@ -325,7 +325,7 @@ def test_a_part_without_its_picture_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_a_prompt_has_at_most_as_many_pictures_as_the_option_says(limit: int) -> None:
-    """Without any, no tower is loaded."""
+    """If no picture is allowed, no tower is loaded."""
     llm, pixels = reading(limit_mm_per_prompt={"image": limit}), draw(7, "red", random.Random(1))
     eyes = llm.engine.eyes
     assert bool(eyes.weights) == (eyes.num_bytes > 0) == (limit > 0)

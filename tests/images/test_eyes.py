@@ -58,7 +58,7 @@ def test_one_number_may_be_that_of_all_channels(tmp_path: Path) -> None:
     ],
 )
 def test_the_largest_picture_that_a_tower_may_get(kind: str, most: int, tmp_path: Path) -> None:
-    """As the settings say: 16,777,216 pixels, a square of 896, 280 rows, an edge of 1,540, and 16
-    or 12 tiles beside the whole.  Most of these are no squares."""
+    """The settings limit 16,777,216 pixels, a square of 896, 280 rows, an edge of 1,540, and 16 or
+    12 tiles beside the whole.  Most of the largest pictures are no squares."""
     processor = processor_of(kind, tmp_path)
     assert processor.most_patches == most

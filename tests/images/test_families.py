@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "glm4v_moe": ({"image_token_id": 7}, GLM, "Glm4vImageProcessor"),
     "glm_ocr": ({"image_token_id": 7}, GLM, "Glm46VImageProcessor"),
     "glm46v": ({"image_token_id": 7}, GLM, "Glm46VImageProcessor"),
-    # 384 pixels are no multiple of 14: a rest of 6 at the edges is left out.
+    # 384 pixels are no multiple of 14: the last 6 at the edges are left out.
     "idefics3": (
         {"scale_factor": 3, "vision_config": {"patch_size": 14, "image_size": 384}},
         {"max_image_size": {"longest_edge": 384}, "size": {"longest_edge": 1536}, **HALVES},

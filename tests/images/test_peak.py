@@ -1,4 +1,4 @@
-"""The estimated peak memory of towers, beside the measured one."""
+"""Compares the estimated peak memory of towers with the measured one."""
 
 import gc
 import math
@@ -82,7 +82,7 @@ def test_an_estimate_is_not_below_the_peak_and_not_far_above(
 
 
 def test_scores_of_a_large_picture_are_not_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where MLX does not fuse SDPA; the results are the same to rounding."""
+    """If MLX does not fuse SDPA, rows run in tiles; the results are the same to rounding."""
     q, k, v = (mx.random.normal((1, 4, 1024, 32)) for _ in range(3))
     mx.eval(q, k, v)
     whole, peaks = encoder.attention(q, k, v, 0.2), []

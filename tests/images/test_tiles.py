@@ -1,4 +1,4 @@
-"""Pictures that towers see part by part: their tiles, and the text that marks these."""
+"""Pictures that towers see in parts: their tiles, and the text that marks the tiles."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def picture(height: int, width: int) -> Picture:
 
 
 def places(text: str, token: str) -> str:
-    """The text with runs of a token as their lengths."""
+    """The text, with the length of each run of an image token in place of the run."""
     return re.sub(f"(?:{re.escape(token)})+", lambda m: f"[{len(m[0]) // len(token)}]", text)
 
 

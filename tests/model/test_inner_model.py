@@ -1,4 +1,4 @@
-"""The language model of a folder with a vision tower whose type mlx-lm does not know."""
+"""The language model inside of a model with a tower whose type mlx-lm does not know."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ NAMES = [
 
 
 def write(folder: Path, kind: str, text: str, body: str, head: str, **more: Any) -> Any:
-    """A folder of a type with a tower; returns mlx-lm's model that it has inside."""
+    """Writes a folder of a type with a tower; returns mlx-lm's model for the language model."""
     config = config_of(text, **more)
     model = tiny.build(config)
     tensors = {"model.vision_tower.embed.weight": mx.zeros((2, 2)), "connector.a": mx.zeros(2)}
@@ -62,7 +62,7 @@ def test_it_is_the_model_of_mlx_lm(
 
 
 def test_layers_beyond_those_of_the_configuration_are_left_out(tmp_path: Path) -> None:
-    """Such layers guess several tokens."""
+    """Further layers, which are trained heads, are left out."""
     alone = write(tmp_path, "smolvlm", "llama", *NAMES[0])
     saved = mx.load(str(tmp_path / "model.safetensors"))
     more = f"model.text_model.layers.{len(alone.layers)}.input_layernorm.weight"
@@ -72,7 +72,7 @@ def test_layers_beyond_those_of_the_configuration_are_left_out(tmp_path: Path) -
 
 
 def test_a_language_model_that_mlx_lm_does_not_know_is_refused(tmp_path: Path) -> None:
-    """With mlx-lm's own words about the type of the whole."""
+    """The error is mlx-lm's own, about the type of the whole model."""
     write(tmp_path, "smolvlm", "llama", *NAMES[0])
     tiny.edit(tmp_path / "config.json", text_config={"model_type": "unheard_of"})
     with pytest.raises(ValueError, match="smolvlm not supported"):

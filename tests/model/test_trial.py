@@ -207,7 +207,7 @@ def test_a_mode_that_fits_is_tried_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("known", ["[]", '["no mode", null]', "{", '["packed", null]'])
 def test_a_remembered_mode_that_does_not_run_is_tried_again(tmp_path, monkeypatch, known):
-    """As an unreadable finding is."""
+    """An unknown mode is ignored, as an unreadable finding is."""
     tiny.write_folder(tmp_path, "qwen3")
     expected = load(str(tmp_path)).packed.mode
     monkeypatch.setattr(trial, "_first_step", Mock(side_effect=RuntimeError("it does not run")))

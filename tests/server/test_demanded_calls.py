@@ -107,7 +107,7 @@ def test_a_schema_that_cannot_be_followed_is_named(running, http, name, choice):
 
 @pytest.mark.usefixtures("chat_format")
 def test_a_tool_that_is_not_strict_may_have_a_set(http):
-    """Pydantic's sets have items that differ, which no grammar can hold."""
+    """Items of Pydantic's sets must differ, which no grammar can guarantee."""
     parameters = {"properties": {"tags": {"type": "array", "uniqueItems": True, "maxItems": 2}}}
     for strict in False, True:
         asked = {**ASK, "tools": [tool("look", parameters, strict=strict)], "max_tokens": 5}
@@ -118,7 +118,7 @@ def test_a_tool_that_is_not_strict_may_have_a_set(http):
 @pytest.mark.usefixtures("chat_format")
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_call_has_no_keys_but_those_of_its_schema(client, nested):
-    """Pydantic's schemas do not say so, and small models would invent keys without end."""
+    """Pydantic's schemas allow other keys, and small models would invent them without end."""
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}}
     if nested:
         point = {"$defs": {"P": schema}, "properties": {"p": {"$ref": "#/$defs/P"}}}

@@ -114,7 +114,7 @@ def test_limits_of_bytes_and_time(site):
 
 
 def test_a_name_is_resolved_once_and_checked(site, monkeypatch):
-    """A name server's second answer is another address, which is not asked for."""
+    """A name server would answer a second time with another address; the server asks only once."""
     port, answers = int(site.rpartition(":")[2]), ["127.0.0.1", "127.0.0.2"]
     real = socket.getaddrinfo
 

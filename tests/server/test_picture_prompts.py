@@ -63,7 +63,7 @@ def test_a_picture_counts_once_among_those_that_are_kept(monkeypatch):
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=12))
 def test_pictures_go_to_the_engine_once_while_it_keeps_them(turns):
-    """Over a pipe that pickles; the engine keeps 3 of 5 pictures, and one is larger than all."""
+    """The pipe pickles, the engine keeps 3 of 5 pictures, and one is larger than all it keeps."""
     sizes = [1, 1, 1, 1, 1, 9]
     pictures = [
         Prepared(np.full(n, i, np.uint8), (1, 1), (1, 1), b"%d" % i) for i, n in enumerate(sizes)
@@ -196,7 +196,7 @@ def test_places_that_do_not_match_are_counted(tmp_path, template, words):
 
 
 def test_a_placeholder_in_a_text_is_no_place_for_a_picture():
-    """A forum's markup has it, too."""
+    """A forum's markup contains this text, too."""
     parts = [text("[IMG]x[/IMG]"), chat_part(SEVEN)]
     shown, _ = rendered(reader(READER), user("[IMG]"), user(parts))
     assert shown == "<s>[INST][ IMG][/INST][INST][ IMG]x[/IMG]#[/INST]"

@@ -102,7 +102,7 @@ def test_the_key_counts(running, what):
 
 
 def test_keep_alive_of_requests(http):
-    """0: the model leaves with the request."""
+    """With keep_alive 0 the model leaves after the request."""
     for value, state in [("1h30m", "loaded"), (-1, "loaded"), ("0", "unloaded")]:
         body = {"model": "demo", "prompt": "hi", "max_tokens": 2, "keep_alive": value}
         assert http.post("/v1/completions", json=body).status_code == 200

@@ -241,7 +241,7 @@ def test_a_step_that_fails_loses_the_request_at_fault_only():
 
 
 def test_an_idle_engine_that_stops_first_does_the_work_that_waits_for_a_pause():
-    """Such as copies to the prefix disk, for the next load of the model."""
+    """This work is, for example, copies to the prefix disk for the model's next load."""
     engine = LLMEngine.from_name("demo", CONFIG)
     engine.rest = Mock(side_effect=[True, True, False])
     server, theirs = Pipe()

@@ -131,7 +131,7 @@ def need(schema, **parts):
 
 
 def test_keywords_that_say_nothing(tokenizer):
-    """Libraries write them: zod's records have names that are strings."""
+    """Libraries write such keywords: zod's records say that names are strings."""
     record = {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
     schema = need({"type": "object", **record, "maxProperties": 2}, a={"uniqueItems": False})
     drawn = [draw(tokenizer, seed, json=schema) for seed in range(8)]

@@ -1,4 +1,4 @@
-"""The benchmark of pictures: what runs know of each other, and what mlx-vlm is needed for."""
+"""The benchmark of pictures: no run knows another's pictures, and mlx-vlm may be missing."""
 
 from unittest.mock import patch
 
@@ -19,9 +19,9 @@ from vllm_metal_lite.images.positions import axis_of_frequency
 def ours() -> SeeingEngine:
     model = random_model("qwen3-vl-tiny")
     eyes = random_eyes(model.config, mx.float32, None, native(model))
-    model.packed.axis_of_frequency = axis_of_frequency(16, [6, 5, 5])
+    model.packed.axis_of_frequency = axis_of_frequency([6, 5, 5])
     config = EngineConfig(max_num_seqs=8, max_model_len=400, num_blocks=400, speculate="off")
-    with patch("vllm_metal_lite.images.eyes.attach", lambda _: eyes):
+    with patch("vllm_metal_lite.images.eyes.attach", lambda *_: eyes):
         return SeeingEngine(LLMEngine(model, config), Pictures(model.config, 64))
 
 

@@ -1,4 +1,4 @@
-"""What a release carries beside the wheel: a Homebrew formula, and files that start the server."""
+"""The files of a release beside the wheel: a Homebrew formula, and files that start the server."""
 
 import plistlib
 import re

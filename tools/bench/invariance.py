@@ -1,4 +1,4 @@
-"""What changes a token: the same prompts alone, in crowds, in other chunks and with drafts, greedy.
+"""Count the answers that crowds, other chunks and drafts change, with greedy decoding.
 
     python -m tools.bench.invariance --model qwen3-0.6b --trusted      a GPU; random weights
     python -m tools.bench.invariance                                   a CPU: the demo model
@@ -26,7 +26,7 @@ from vllm_metal_lite.benchmark import vocabulary
 from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.model.loader import LoadedModel
 
-# Name -> fields of EngineConfig.  "alone" is what all are compared with.
+# Name -> fields of EngineConfig.  All runs are compared with "alone".
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1},
     "again": {"max_num_seqs": 1},
@@ -53,7 +53,7 @@ class Answers(NamedTuple):
 
 
 def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options: Any) -> Answers:
-    """All prompts on an engine of its own."""
+    """Run all prompts on a new engine."""
     longest = max(map(len, prompts)) + num_tokens
     seats = options["max_num_seqs"]
     blocks = (seats + 1) * (longest // EngineConfig.block_size + 2)
@@ -74,8 +74,7 @@ def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options
 
 
 def differences(alone: Answers, other: Answers) -> list[tuple[int, float]]:
-    """(The place of the first token that differs, its margin in the run alone) of each answer that
-    differs."""
+    """For each answer that differs: (place of the first other token, the margin there alone)."""
     found = []
     for a, b in zip(alone.answers, other.answers, strict=True):
         pairs = enumerate(zip(a.tokens, b.tokens, strict=True))

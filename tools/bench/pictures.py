@@ -10,8 +10,8 @@
 
 No engine knows the pictures of a run from the run before, and the sizes of all runs are equal.
 Runs do not count until two in a row take the same time.  mlx-vlm is left out if it cannot be
-imported (--mlx-vlm: the folder of the package, such as of an unpacked wheel; its models alone are
-imported).  A picture is prepared before a run.  Prints Markdown; progress goes to stderr.  After
+imported.  --mlx-vlm: the package's folder, for example in an unpacked wheel; only its models are
+imported.  A picture is prepared before a run.  Prints Markdown; progress goes to stderr.  After
 --deadline no run begins, and the rest is left out.
 """
 
@@ -45,7 +45,7 @@ mx = backend.mx
 _SAME = 0.1  # two runs in a row agree if their times differ by at most this part
 _MOST_WARM_UPS = 6
 _ANSWER, _NEWCOMERS = 32, 4
-# Token ids of texts, which no special token is among.
+# Token ids of texts; none is a special token.
 _WORDS = np.arange(1000)
 
 
@@ -115,7 +115,7 @@ def of_beside(run: Run, load: WaveLoad) -> Metrics:
 
 
 class Loads:
-    """The loads.  count: of the requests of `many`, and of those that decode."""
+    """The loads.  count: the number of requests of `many`, and of the decodes in `beside`."""
 
     def __init__(self, pictures: Pictures, count: int) -> None:
         s = Sizes(_WORDS, 1)

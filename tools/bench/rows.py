@@ -3,11 +3,11 @@
     python -m tools.bench.rows                         1, 2, 4 and 8 rows, K and V in 16 and 8 bits
     python -m tools.bench.rows --rows 4 --heads 16/8   1 and 4 rows, other query and KV heads of 128
 
-Prints a table for each format of K and V: microseconds of a call, and how many times those of one
-row, a column per load (requests x context).  The paths: in splits (`split_prefill`), with numbers
-of threadgroups that count as a full device; as decodes; as prompts.  `python -m tools.bench.tune`
-has the other constants of devices.py.  No line starts after the deadline.  Check the kernels first:
-`vllm-metal-lite doctor`.
+Prints a table for each format of K and V, with a column for each load (requests x context).  A cell
+has the microseconds of a call and, in brackets, their ratio to a call of one row.  The paths: in
+splits (`split_prefill`), for several numbers of threadgroups that fill the device; as decodes; as
+prompts.  `python -m tools.bench.tune` has the other constants of devices.py.  No line starts after
+the deadline.  Check the kernels first: `vllm-metal-lite doctor`.
 """
 
 import time
@@ -29,7 +29,7 @@ FILLS = (128, 256, 512, 1024)
 
 
 def paths(now: DeviceProfile, rows: int) -> Iterator[tuple[str, DeviceProfile, str | None]]:
-    """Name, profile, and the kernel that is left out."""
+    """Yields the name of a path, its profile, and the kernel that is left out."""
     if rows == 1:
         yield "as a decode", now, None
         return

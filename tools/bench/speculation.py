@@ -120,7 +120,7 @@ def make_engine(model: LoadedModel, load: WaveLoad, kind: str, mode: str) -> Fit
 
 
 def drafted(tokens: Sequence[int], right: float, vocab_size: int) -> mx.array:
-    """The tokens with a share of right ones; the others are not the same token by chance."""
+    """Tokens with this share of right ones; each of the rest differs from the right token."""
     rng = np.random.default_rng(3)
     known = np.array(tokens)
     others = (known + rng.integers(1, vocab_size, len(known))) % vocab_size
@@ -140,8 +140,8 @@ def lookups() -> Iterator[Sequence[str]]:
 
 
 def settle(engine: FittedEngine, load: WaveLoad) -> None:
-    """Run a load until the engine knows the times of its steps: on CUDA their first ones compile
-    for seconds, and an engine tries new ones in a tenth of its time."""
+    """Run a load until the engine knows how long its steps take.  On CUDA the first step of a width
+    compiles for seconds, and an engine spends a tenth of its time on new widths."""
     if (speculator := engine.engine.in_flight.speculator) is None:
         return
     speculator.pace.tries, known = 1.0, -1

@@ -110,7 +110,7 @@ def check_installers(wheel: Path, folder: Path) -> None:
         try:
             _run([*_pip(str(python)), "install", "-q", "--no-compile", name], folder)
         except MetalLiteError as e:
-            print(f"skipped: {name} cannot be had here: {e}")
+            print(f"skipped: {name} cannot be installed here: {e}")
             continue
         places = {f"{tool}_{place}": str(home) for tool, place in _PLACES}
         places |= {f"{tool}_BIN_DIR": str(home / "bin") for tool in ("PIPX", "UV_TOOL")}

@@ -4,7 +4,7 @@
       --target unused --platform macosx_14_0_arm64 --python-version 3.13 "WHEEL[serve]" hatchling
     python -m tools.packaging.formula SDIST report.json --url URL --homepage URL
 
-On a Mac, because pip reads the conditions of dependencies for the system that it runs on.
+Run pip on a Mac: it checks the conditions of dependencies for the system that it runs on.
 hatchling builds the package from its source.
 """
 
@@ -24,7 +24,7 @@ _EXTRAS = ("serve", "structured", "images")
 
 
 def formula(sdist: Path, report: dict, url: str, homepage: str) -> str:
-    """The text of the formula.  report: pip's.
+    """The text of the formula.  report: the report that pip wrote.
 
     Raises MetalLiteError if the report lacks a package that a Mac needs, or the hash of a wheel.
     """
@@ -52,7 +52,7 @@ def formula(sdist: Path, report: dict, url: str, homepage: str) -> str:
 
 
 def _needed(requirements: list[str]) -> set[str]:
-    """The names of what a Mac needs, to build the package and to serve."""
+    """The names of the packages that a Mac needs to build this package and to serve."""
     mac, names = {"sys_platform": "darwin"}, {"hatchling"}
     for requirement in map(Requirement, requirements):
         marker = requirement.marker

@@ -14,7 +14,7 @@ UNKNOWN_TOKEN = -1
 # In draft_token_ids: no draft follows this row.
 NO_DRAFT = -1
 
-# A draft that a model makes: the host does not have it yet.
+# A draft by the drafter: the host does not have its token yet.
 UNKNOWN_DRAFT = -2
 
 # The initial state slot of a segment that starts from zeros.

@@ -29,9 +29,9 @@ class Tool:
     def held(self) -> dict[str, Any]:
         """The schema that grammars hold calls to.
 
-        Objects have only the properties that they name, as in vLLM: Pydantic does not say so, and
-        small models would invent keys without end.  No grammar can hold `uniqueItems`, which
-        Pydantic's sets have: a tool that is not strict goes without it.
+        As in vLLM, objects have only the properties that the schema names.  Pydantic's schemas
+        allow others, and small models would invent keys without end.  No grammar can hold
+        `uniqueItems`, which Pydantic writes for sets; it is dropped from tools that are not strict.
         """
         parts: list[dict[str, Any]] = []
 
@@ -84,8 +84,8 @@ class Tool:
 
 
 def _can_be_closed(part: dict[str, Any]) -> bool:
-    """Whether an object can have only the properties that this part of a schema names: no other
-    part names more of them."""
+    """Whether this part of a schema names all properties of its object, and no other part adds
+    any."""
     named, required = properties_of(part), listed(part, "required")
     if any(key in part for key in ("allOf", "anyOf", "oneOf", "$ref")):
         return not (named or required or "allOf" in part)

@@ -173,8 +173,8 @@ def _newest(case: Case, fresh: list[np.ndarray]) -> tuple[LayerStore, list[np.nd
 
 
 def prefill(check: AttentionCheck) -> float:
-    """Whole prompts and chunks, with one row of padding; the same with spans, if rows see them.
-    `split_prefill` in several splits."""
+    """Check whole prompts and chunks with one row of padding, then with spans if rows see them.
+    `split_prefill` runs in several splits."""
     case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
     tiles = plan_tiles(batch.cu_seqlens_q, len(q), shape.num_heads // shape.num_kv_heads)

@@ -66,7 +66,7 @@ class Case:
     """Sequences in a store with blocks in random order, and queries.
 
     decodes: a batch of the last row of each sequence.  prompts: a batch of the last rows of each
-    sequence, in different numbers.  seeing: the same, with pictures.
+    sequence, in different numbers.  seeing: `prompts` with pictures.
     owned: the slots of all rows, sorted.  drawn: K and V, (slots, num_kv_heads, head_dim) float32,
     before the store rounds them.  keys, values: K and V after that; NaN in free slots.  stored:
     keys and values in the format of the store.
@@ -157,7 +157,7 @@ class Case:
 
 
 def _with_spans(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with two pictures in each segment of six or more rows, each behind a row of text.
+    """The batch with two pictures in each segment of six or more rows, each after a row of text.
     Rows of one picture see each other."""
     spans = np.stack([batch.positions, batch.positions + 1], axis=1)
     for first, end in pairwise(batch.cu_seqlens_q.tolist()):

@@ -70,7 +70,7 @@ class Check(Generic[S]):
     block_size: 0 if blocks do not matter.  rope: the rotation of new rows; a check of
     `merge_partitions` or `shared_prefix` with a rotation runs the fused decode.  beside: the
     kernels that this check runs in addition to those that the kernel always needs.  spans: whether
-    rows of one picture see each other, too.
+    rows of one picture see each other.
     """
 
     kernel: str

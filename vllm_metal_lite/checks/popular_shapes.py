@@ -2,8 +2,7 @@
 
 Together the common uses cover heads of 64, 128 and 256, one to eight query heads a KV head,
 latents, both 16-bit types, windows, softcaps, sinks, norms of heads, rotations with a factor,
-stores of 8 and 4 bits, pictures, and recurrent
-layers.
+stores of 8 and 4 bits, pictures, and recurrent layers.
 """
 
 import math

@@ -68,7 +68,7 @@ _REPEATED = {
     "allowed_hosts": Flag("NAME", "also accept this name in the Host header"),
     "allowed_origins": Flag("ORIGIN", "web pages of this origin may call the server; *: any"),
 }
-# A flag of several values, as vLLM has it.
+# This flag takes several values, as in vLLM.
 _MEDIA_DOMAINS = Flag("HOST", "fetch pictures by http(s) URL from these hosts; *: from any")
 _TEXTS = ("host", "api_key")  # kept as text, even if they look like numbers
 
@@ -207,8 +207,8 @@ def engine_flag(field: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """A flag's value as a number or an object of JSON if it is one, otherwise unchanged; the
-    field's rule checks it."""
+    """The number or the JSON object that a flag's text spells, otherwise the text itself.  The
+    field's rule checks the value."""
     kinds: list[Callable[[str], Any]] = [json.loads] if text.startswith("{") else [int, float]
     for kind in kinds:
         with suppress(ValueError, RecursionError):

@@ -26,7 +26,7 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
-# The drafter follows this number of steps after the last one that got its drafts.
+# The drafter follows this number of further steps after the last one that got its drafts.
 _PATIENCE = 64
 
 
@@ -156,8 +156,8 @@ class StepsInFlight:
         self.pipeline.launch(batch, scored, masks)
 
     def _choose_to_follow(self, output: SchedulerOutput) -> None:
-        """Whether the drafter follows the step.  It leaves out decodes that are launched ahead
-        while no drafts of its own pay."""
+        """Decide whether the drafter follows the step.  While its drafts do not pay, it leaves out
+        decodes that are launched ahead."""
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)

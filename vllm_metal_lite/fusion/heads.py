@@ -145,7 +145,7 @@ def rotate_heads(value: mx.array, x: mx.array, dims: int, **how: Any) -> mx.arra
     if step is None or how["offset"] is not step.positions or x.ndim != 4 or x.shape[2] != 1:
         return value
     if step.pictures is not None and step.pictures.axes is not None:
-        return value  # by three positions
+        return value  # these rows are rotated by three positions, not one
     scaled = origin_of(x)
     if isinstance(scaled, Scaled) and scaled.dims == dims:
         heads, factor = scaled.heads, scaled.factor

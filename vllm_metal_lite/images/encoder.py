@@ -18,8 +18,8 @@ from vllm_metal_lite.devices import profile
 Activation = Callable[[mx.array], mx.array]
 # The cosines and sines of a picture, the same for all layers.
 Rotation = tuple[mx.array, mx.array]
-# Patches that see each other: the number of equal parts of the rows, which follow one another, and
-# (parts, 1, 1, P / parts) bool, False for rows that only fill a part up; None: all are patches.
+# (parts, mask): the rows are cut into equal parts, and only rows of one part see each other.  mask:
+# (parts, 1, 1, P / parts) bool, False for padding; None: there is none.
 Segments = tuple[int, mx.array | None]
 WHOLE: Segments = (1, None)
 gelu, gelu_tanh = nn.gelu, nn.gelu_approx
@@ -39,7 +39,7 @@ class EncoderConfig:
     """gated: the MLP multiplies its activated half with another one.  bias: whether the linear
     layers have one.  layer_norm: LayerNorm with a bias, otherwise RMSNorm.  sandwich: a norm before
     and one after each half of a layer, and norms of queries, keys and values (Gemma 4).
-    qk_norm: norms of queries and keys (GLM-OCR).  scaled: each half of a layer is multiplied by a
+    qk_norm: queries and keys have norms (GLM-OCR).  scaled: each half of a layer is multiplied by a
     learned vector (InternVL).
     """
 
@@ -163,7 +163,7 @@ class Encoder(nn.Module):
         """The result of the last layer, and those of the layers in `noted`.
 
         angles: (P, parts, head_dim / parts / 2), see `rotate`; None: nothing is rotated.
-        segments: those of all layers, or of each layer.
+        segments: the same for all layers, or a list with one item a layer.
         """
         results = []
         rotation = None if angles is None else (mx.cos(angles)[:, None], mx.sin(angles)[:, None])
@@ -188,15 +188,15 @@ def attention(
         tile = min(max(profile().max_scores // (count * heads * num_patches), 1), num_patches)
     for start in range(0, num_patches, tile):
         rows = q[:, :, start : start + tile]
-        if outputs:  # MLX would else begin all tiles, and keep the scores of all
+        if outputs:  # otherwise MLX begins all tiles and keeps all their scores
             (rows,) = mx.depends([rows], outputs[-1:])
         outputs.append(mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
 def padded_width(head_dim: int) -> int:
-    """The width of heads in SDPA.  Zeros change no score and no value, and MLX keeps no scores in
-    memory for these widths."""
+    """The width to which heads are padded with zeros for SDPA.  Zeros change no result, and for
+    FUSED_WIDTHS MLX keeps no scores in memory."""
     return next((w for w in FUSED_WIDTHS if w >= head_dim), head_dim)
 
 

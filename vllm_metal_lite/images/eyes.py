@@ -80,7 +80,7 @@ class Processor:
             kind = getattr(processors, family.processor)
         self.family, self._processor = family, kind.from_pretrained(folder)
         self._kept = ByBytes[Prepared](PREPARED_BYTES)
-        self._digests = ByBytes[bytes](NAME_BYTES)  # of pictures, by the name of their file
+        self._digests = ByBytes[bytes](NAME_BYTES)  # digests of pictures, by a hash of the file
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Processor":
@@ -98,8 +98,8 @@ class Processor:
         return found
 
     def of(self, item: Any) -> Prepared:
-        """A picture as `read` takes it.  Later turns of a conversation bring its data: URL or its
-        file again, and do not decode it again.  Raises RequestError."""
+        """Prepare a picture in any form that `read` takes.  Later turns of a conversation bring its
+        data: URL or its file again; it is not decoded again.  Raises RequestError."""
         if not isinstance(item, (str, bytes)):
             return self(read(item))
         data = item.encode(errors="surrogatepass") if isinstance(item, str) else item
@@ -140,7 +140,7 @@ class Eyes(NoEyes):
     """Computes the rows of pictures; MLX arrays belong to the thread that uses the engine."""
 
     def __init__(self, processor: Processor, tower: Tower, max_pictures: int) -> None:
-        """max_pictures: the most of one prompt."""
+        """max_pictures: the most pictures of a prompt."""
         self.processor, self.tower, self.family = processor, tower, processor.family
         self.max_pictures = max_pictures
         self._kept = ByBytes[Features](FEATURE_BYTES)
@@ -163,8 +163,8 @@ class Eyes(NoEyes):
         return place(token_ids, self.family, pictures)
 
     def __call__(self, picture: Prepared) -> Features:
-        """The features of a picture: kept ones, or those of the tower, which the device begins to
-        compute while the host builds the step."""
+        """The features of a picture.  If they are not kept, the device begins to compute them while
+        the host builds the step."""
         found = self._kept.get(picture.digest)
         if found is None:
             views = picture.views(self._normalised(picture.patches))
@@ -194,7 +194,7 @@ def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
     """The eyes of a model, or the reason why it takes no pictures, which is logged once if the
     model has a tower.
 
-    max_pictures: the most of one prompt; 0: the tower is not loaded.
+    max_pictures: the most pictures of a prompt; 0: the tower is not loaded.
     """
     name, folder = model.name, model.folder
     try:

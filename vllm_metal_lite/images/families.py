@@ -21,7 +21,7 @@ from vllm_metal_lite.images.siglip_towers import Gemma3Tower, IdeficsTower, Inte
 from vllm_metal_lite.images.towers import Config, Grid, Tower
 from vllm_metal_lite.model.files.inner_model import completed
 
-# Why pictures are not served for types of models that are often asked for.
+# Model type -> why its pictures are not served, for types that users often ask for.
 NOT_SERVED = {
     "gemma3n": "its vision tower is a convolutional network, which is not built here",
     "kimi_k25": "transformers has no image processor for it",
@@ -259,7 +259,7 @@ def tiled(
     views: Iterable[np.ndarray], patch: int, factor: int, tiles: Grid, has_whole: bool = True
 ) -> Prepared:
     """views: (3, height, width) pixels of tiles of one size, and of the whole picture at the end.
-    factor: how many patches of a row and of a column become one row."""
+    factor: factor x factor patches become one row."""
     found = [cut(view, patch) for view in views]
     grid = found[-1][1] if has_whole else (0, 0)
     tile = found[0][1]

@@ -15,8 +15,8 @@ class Prepared(NamedTuple):
 
     patches: (P, values) uint8.  grid: (height, width) in patches.  merged: (height, width) of the
     rows that the language model gets.  digest: names the picture.
-    tiles: (height, width) in tiles of a picture that the tower also sees part by part; their
-    patches come first.  tile: the grid of each.  rows_of_tile: how many rows each has.
+    tiles: (height, width) in tiles, if the tower also sees the picture in parts; the patches of
+    tiles come first.  tile: the grid of a tile.  rows_of_tile: the number of rows of a tile.
     """
 
     patches: np.ndarray
@@ -43,14 +43,14 @@ class Prepared(NamedTuple):
 @dataclass(frozen=True)
 class Family:
     """placeholder: what the chat template writes for a picture.  image_token_id: the token of each
-    of its rows.  processor: the class that prepares pictures, on Pillow: of transformers, or of
-    processors.py if transformers has none.  options: what each call of it gets.
+    of its rows.  processor: the name of the class that prepares pictures with Pillow, from
+    transformers, otherwise from processors.py.  options: arguments of each call.
     text_of: the text of a prepared picture, with one image token a row.
     rotates_by_grid: whether rows are rotated by their place in the picture (M-RoPE).
-    rotates_in_turns: whether the frequencies of time, row and column follow each other in turns.
+    rotates_in_turns: whether the frequencies of time, row and column take turns.
     sees_whole_picture: whether rows of a picture see later rows of it: in "all" layers, in those
     with a "sliding" window, or in none ("").
-    embed_scale: what the model multiplies embeddings by; its features are divided by it.
+    embed_scale: the model multiplies embeddings by it, so features are divided by it.
     channels_last: whether the three values of a pixel follow each other in a patch.
     """
 
@@ -69,8 +69,8 @@ class Family:
 
 
 def cut(pixels: np.ndarray, patch: int) -> tuple[np.ndarray, Grid]:
-    """(3, height, width) pixels -> (patches (P, 3 * patch * patch), grid).  A rest at the edges is
-    left out."""
+    """(3, height, width) pixels -> (patches (P, 3 * patch * patch), grid).  Pixels beyond the last
+    whole patch are left out."""
     channels, height, width = pixels.shape
     grid = (height // patch, width // patch)
     pixels = pixels[:, : grid[0] * patch, : grid[1] * patch]

@@ -10,11 +10,11 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.images.encoder import Encoder, padded_width
 from vllm_metal_lite.images.towers import Tower
 
-# How many arrays of a layer are in memory at once, because MLX prepares operations ahead: arrays as
-# wide as all heads, half of them in float32, and twice all results of its products.  Measured on a
-# CPU: 30 to 36 as wide as all heads in float32.
+# MLX prepares operations ahead, so a layer has several arrays in memory at once: _OF_HEADS as wide
+# as all heads and as many in float32, or _OF_PRODUCTS times the results of all its products.
+# Measured on a CPU in float32: 30 to 36 arrays as wide as all heads.
 _OF_HEADS, _OF_PRODUCTS = 20, 2
-# The same of a picture's values, in float32.  Measured: 9.6.
+# Copies of a picture's values in float32 at once.  Measured: 9.6.
 _OF_VALUES = 10
 # Tiles whose scores are in memory at once, as in runner/step_peak.py; one more if masks are put on.
 _TILES_AT_ONCE = 3

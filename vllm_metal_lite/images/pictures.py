@@ -1,4 +1,4 @@
-"""Pictures that users give: objects, data: URLs and files, which are decoded to RGB."""
+"""Decodes the pictures that users give (objects, data: URLs, files) to RGB."""
 
 import base64
 import binascii

@@ -10,7 +10,7 @@ from vllm_metal_lite.runner.pictures import Features
 
 
 class PixtralTower(Tower):
-    """Pixtral and Mistral 3, which also joins merge x merge neighbouring patches to one row."""
+    """Pixtral and Mistral 3.  Mistral 3 also joins merge x merge neighbours to one row."""
 
     prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")

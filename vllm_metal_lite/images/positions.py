@@ -29,10 +29,10 @@ def axes(num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]
 
 
 def axis_of_frequency(sections: Sequence[int], in_turns: bool = True) -> np.ndarray:
-    """(sum of sections,) the axis that rotates each frequency.
+    """(sum of sections,) the axis of each frequency: 0 time, 1 row, 2 column.
 
     sections: how many frequencies time, row and column have.  in_turns: the axes take turns, as in
-    Qwen3-VL; otherwise each has its frequencies in a row, as in Qwen2-VL and GLM-V.
+    Qwen3-VL; otherwise all frequencies of one axis come together, as in Qwen2-VL and GLM-V.
     """
     index = np.arange(sum(sections))
     if not in_turns:

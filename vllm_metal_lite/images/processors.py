@@ -1,4 +1,4 @@
-"""Image processors that transformers has for torch alone, here on Pillow."""
+"""Image processors on Pillow for models whose processor in transformers needs torch."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ from vllm_metal_lite.model.files.folder import read_json
 
 
 class Lfm2VlSettings(ImagesKwargs, total=False):
-    """What preprocessor_config.json may set beside the usual."""
+    """The settings of preprocessor_config.json that ImagesKwargs lacks."""
 
     do_image_splitting: bool
     use_thumbnail: bool
@@ -29,8 +29,8 @@ class Lfm2VlSettings(ImagesKwargs, total=False):
 
 
 class Lfm2VlImageProcessorPil(PilBackend):
-    """As Lfm2VlImageProcessor of transformers: a picture of many pixels becomes tiles of one size,
-    and a view of the whole."""
+    """Works as transformers' Lfm2VlImageProcessor: a picture of many pixels becomes tiles of one
+    size, and a view of the whole."""
 
     valid_kwargs = Lfm2VlSettings
     resample = PILImageResampling.BILINEAR
@@ -46,7 +46,7 @@ class Lfm2VlImageProcessorPil(PilBackend):
 
     @classmethod
     def from_pretrained(cls, folder: Any, **options: Any) -> Any:  # type: ignore[override]
-        """Older folders have the settings of tiles in another file."""
+        """Older folders have the settings of tiles in processor_config.json."""
         found = read_json(Path(folder) / "processor_config.json")
         known = {n: value for n, value in found.items() if n in Lfm2VlSettings.__annotations__}
         return super().from_pretrained(folder, **{**known, **options})
@@ -54,8 +54,8 @@ class Lfm2VlImageProcessorPil(PilBackend):
     def _preprocess(  # type: ignore[override]
         self, images: list[np.ndarray], **options: Any
     ) -> BatchFeature:
-        """pixel_values: (3, height, width) pixels of each tile, and of the whole.  tiles: (height,
-        width) in tiles.  has_whole: whether the whole is there."""
+        """pixel_values: (3, height, width) of each tile, then of the whole picture.  tiles:
+        (height, width) in tiles.  has_whole: whether pixel_values has the whole picture."""
         [image] = images
         height, width = image.shape[1:]
         side = self.encoder_patch_size * self.downsample_factor
@@ -77,8 +77,8 @@ class Lfm2VlImageProcessorPil(PilBackend):
         return self.resize(image, SizeDict(height=height, width=width), resample=self.resample)
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in tiles: the nearest proportions, and more tiles if these are equal and
-        the picture has at least half of their pixels."""
+        """(height, width) in tiles, with the proportions nearest to the picture's.  If several are
+        as near, the most tiles with less than twice the picture's pixels."""
         counts = range(1, self.max_tiles + 1)
         shapes = [(y, x) for x in counts for y in counts]
         shapes = [s for s in shapes if self.min_tiles <= math.prod(s) <= self.max_tiles]

@@ -1,4 +1,4 @@
-"""The towers of Qwen and GLM-V, whose patches come in the order of the merger: the merge x merge
+"""The towers of Qwen and GLM-V.  Their patches come in the order of the merger: the merge x merge
 patches of one row follow one another."""
 
 import mlx.nn as nn
@@ -21,7 +21,7 @@ from vllm_metal_lite.images.towers import (
 from vllm_metal_lite.runner.pictures import Features
 
 PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
-# The names of a layer's parts.
+# Renames the parts of a layer: (regular expression, its name here).
 LAYERS = (
     (r"^blocks\.", "encoder.layers."),
     (r"\.attn\.proj\.", ".o."),
@@ -90,7 +90,7 @@ class QwenTower(Tower):
 
 
 class Qwen2Tower(Tower):
-    """Qwen2-VL and Qwen2.5-VL.  In most layers of 2.5, patches see those of their window alone."""
+    """Qwen2-VL and Qwen2.5-VL.  In most layers of 2.5, a patch sees only its window."""
 
     prefixes = PREFIXES
     names = (
@@ -109,7 +109,7 @@ class Qwen2Tower(Tower):
         is_windowed = "window_size" in vision
         if is_windowed:
             size, out = vision["hidden_size"], vision["out_hidden_size"]
-            # In rows of the language model.
+            # The side of a window, in rows of the language model.
             self.window = vision["window_size"] // self.merge // patch
             self.whole = set(vision["fullatt_block_indexes"])
             # The narrowest large picture, 200 to 1, has 9 rows: three windows of 4.
@@ -146,7 +146,7 @@ class Qwen2Tower(Tower):
 
 
 def in_windows(grid: Grid, side: int) -> np.ndarray:
-    """(windows, side * side): the places of a grid, window by window; -1 fills windows up."""
+    """(windows, side * side): the places of a grid, window by window; -1 is padding."""
     height, width = (-(-n // side) * side for n in grid)
     index = np.full((height, width), -1)
     index[: grid[0], : grid[1]] = np.arange(grid[0] * grid[1]).reshape(grid)
@@ -182,7 +182,7 @@ class GlmTower(Tower):
         else:
             self.side = vision["image_size"] // patch
             self.positions, self.norm1 = mx.zeros((self.side**2, size)), nn.RMSNorm(size, eps=eps)
-            # As in transformers: the merger has the other size.
+            # As in transformers: the layers' inner size is out_hidden_size.
             inner, vision = vision["intermediate_size"], {**vision, "intermediate_size": out}
         self.encoder = encoder_of(
             vision, self.head_dim, nn.silu, eps, gated=True, bias=is_ocr, qk_norm=is_ocr

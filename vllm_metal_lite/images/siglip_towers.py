@@ -29,7 +29,7 @@ SIGLIP = (
 
 
 class SiglipTower(Tower):
-    """Without the part that leads to the language model."""
+    """SigLIP without a projector; families add theirs."""
 
     prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")
@@ -48,7 +48,7 @@ class SiglipTower(Tower):
 
     @staticmethod
     def side_of(vision: Config) -> int:
-        """The positions are a square of side x side."""
+        """The side of the square of positions."""
         return int(vision["image_size"] // vision["patch_size"])
 
     def encode(self, patches: mx.array, positions: mx.array) -> mx.array:
@@ -94,7 +94,7 @@ class Gemma3Tower(SiglipTower):
 
 
 class IdeficsTower(SiglipTower):
-    """Idefics3 and SmolVLM: tiles of one size."""
+    """Idefics3 and SmolVLM, which cut a picture into tiles of one size."""
 
     prefixes = ("model.vision_model.", "vision_model.")
     projector = ("model.connector.", "connector.")
@@ -112,7 +112,7 @@ class IdeficsTower(SiglipTower):
 
 
 class Lfm2Tower(SiglipTower):
-    """LFM2-VL: tiles of one size, and a view of the whole picture in its own proportions."""
+    """LFM2-VL, with tiles of one size and a view of the whole picture in its own proportions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -145,7 +145,7 @@ class Lfm2Tower(SiglipTower):
 
 
 class InternTower(Tower):
-    """InternVL: tiles of one size, each with a class token, which is left out at the end."""
+    """InternVL, with tiles of one size.  Each has a class token, which is left out at the end."""
 
     prefixes = ("model.vision_tower.", "vision_tower.")
     projector = ("model.multi_modal_projector.", "multi_modal_projector.")

@@ -98,10 +98,10 @@ def joined(x: mx.array, grid: Grid, factor: int) -> mx.array:
 
 
 def flattened(weight: mx.array) -> mx.array:
-    """The weight of a convolution without overlap, as that of a linear layer over (C, P, P).
+    """The weight of a convolution without overlap as the weight of a linear layer over (C, P, P).
 
     weight: (outputs, C, P, P), or (outputs, C, T, P, P) for films, or in MLX's order with C last.
-    The T frames of a picture are equal.
+    The T frames of a picture are equal, so their weights are added up.
     """
     if weight.shape[-1] != weight.shape[-2]:
         weight = mx.moveaxis(weight, -1, 1)
@@ -113,7 +113,7 @@ def flattened(weight: mx.array) -> mx.array:
 def resampled(table: mx.array, taps: tuple[np.ndarray, np.ndarray]) -> mx.array:
     """Learned positions of a square, for another grid: (side^2, C) -> (height, width, C).
 
-    taps: (height, side) and (width, side), how much of each row and column a new one takes.
+    taps: (height, side) and (width, side), the shares of old rows and columns in the new ones.
     """
     down, across = (mx.array(t.astype(np.float32)) for t in taps)
     side, size = down.shape[1], table.shape[-1]
@@ -127,13 +127,16 @@ def centres(count: int, side: int) -> np.ndarray:
 
 
 def linear_taps(at: np.ndarray, side: int, reach: float = 1.0) -> np.ndarray:
-    """(N,) places between the points of a line -> (N, side).  reach: how far a point counts."""
+    """(N,) places on a line of points -> (N, side), the share of each point at each place.
+
+    reach: the distance at which the share of a point becomes 0.
+    """
     taps = np.maximum(0, 1 - np.abs(at[:, None] - np.arange(side)) / reach)
     return taps / taps.sum(axis=1, keepdims=True)
 
 
 def cubic_taps(at: np.ndarray, side: int) -> np.ndarray:
-    """As `linear_taps`, with the cubic kernel of torch; the ends repeat."""
+    """Like `linear_taps`, but with torch's cubic kernel; the points at the ends repeat."""
     taps, first = np.zeros((len(at), side)), np.floor(at).astype(int)
     for point in (first + i for i in range(-1, 3)):
         d = np.abs(at - point)

@@ -49,7 +49,7 @@ def varlen_prefill(
 
     spans: PictureRows.spans, of at least MIN_ELEMENTS rows; None: rows see only keys before them.
     Padding rows give zeros.  Sizes: those for which `attention_problem` finds none.
-    splits: the parts of each context.
+    splits: the number of parts of each context.
     """
     out, ticket = attend_tiles(q, metadata, store, scores, len(metadata.tiles), splits, spans=spans)
     if splits > 1:
@@ -68,10 +68,11 @@ def attend_tiles(
     prefix: bool = False,
     spans: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """One launch.  With one split as `varlen_prefill`; else, or if prefix, (N, H, splits,
-    v_head_dim) and lse (N, H, splits) float32, as `merge_partitions` takes them.
+    """One launch.  With one split it returns what `varlen_prefill` returns.  With more splits, or
+    if prefix, it returns (N, H, splits, v_head_dim) and lse (N, H, splits), both float32, for
+    `merge_partitions`.
 
-    prefix: all rows attend to a prefix that they share (`shared_prefix`).  spans: none for these.
+    prefix: all rows attend to a prefix that they share (`shared_prefix`); then spans is None.
     """
     spec = store.spec
     kv_heads, k_dim, v_dim, dtype = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.dtype
@@ -83,7 +84,7 @@ def attend_tiles(
     out_dtype = mx.float32 if partial else dtype
     template: Template = {"T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads}
     template |= {"GROUP": heads // kv_heads, "PREFIX": prefix, "SPLIT": partial and not prefix}
-    # Without the types of new K and V, which this kernel does not read: one compilation serves all.
+    # This kernel reads no new K and V, so it is compiled once, without their types.
     template |= {name: value for name, value in of_rows.items() if name[:2] not in ("K_", "V_")}
     template |= store.template | {"BLOCK_SIZE": store.block_size, **scores.template}
     template |= {"KEYS": keys_at_once(k_dim, v_dim, dtype.size), "SIMDGROUPS": simdgroups}

@@ -228,7 +228,7 @@ def from_model(
 
 
 def _identity(folder: Path, dtype: str) -> str:
-    """What names these files as long as nobody changes them, and how they are read."""
+    """A key of these files and of how they are read.  It changes when a file changes."""
     files = [f for f in sorted(folder.iterdir()) if f.suffix in (".json", ".py", ".safetensors")]
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     parts = folder.resolve(), dtype, version("mlx-lm"), stats

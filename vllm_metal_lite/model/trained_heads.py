@@ -28,8 +28,8 @@ class _Family(NamedTuple):
     names: pairs (regular expression for the rest, its name in the body of the model of one layer);
     the first match counts.  An empty name leaves the tensor out.
     changes: the fields of config.json that make the model of one layer.
-    hidden_first: see HeadEmbedding.  minus_one: the weights of norms are kept minus one, unless an
-    MLX conversion has added it.
+    hidden_first: see HeadEmbedding.  minus_one: files store the weights of norms minus one, unless
+    an MLX conversion has added the one.
     """
 
     start: str
@@ -122,7 +122,7 @@ def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Modu
     body = body_of(head)
     (path,) = (path for path, module in head.named_modules() if module is body)
     named = {f"{path}.{name}": weight for name, weight in weights.items()}
-    # Not through `sanitize`, which adds one to the norms of some models and not of others.
+    # `sanitize` gets no norms, because it adds one to the norms of some models only.
     norms = {n: w + 1 if adds_one else w for n, w in named.items() if w.ndim == 1 and "norm" in n}
     rest = {n: w for n, w in named.items() if n not in norms}
     loaded = {**norms, **(head.sanitize(rest) if hasattr(head, "sanitize") else rest)}
@@ -132,8 +132,8 @@ def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Modu
 
 
 def _weights_of(folder: Path, family: _Family, num_layers: int) -> tuple[Weights, bool]:
-    """(The tensors of a head by their names in the body of a model of one layer, whether the norms
-    lack one)."""
+    """Returns the tensors of a head, by their names in the body of the model of one layer, and
+    whether one must be added to its norms."""
     start = re.compile(family.start.replace("{n}", str(num_layers)))
     bare, found, adds_one = Weights(), Weights(), False
     for file in sorted(folder.glob("*.safetensors")):
@@ -164,7 +164,7 @@ def _above(model: nn.Module) -> Any:
 
 
 def _quantisation(weights: Weights, path: str, module: nn.Module) -> Any:
-    """How a layer of the files is quantised, as `nn.quantize` takes it."""
+    """How a layer is quantised in the files: the `class_predicate` of `nn.quantize`."""
     if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
         return False
     return infer_quant_config(path, module, weights)

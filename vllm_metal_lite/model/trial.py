@@ -296,7 +296,7 @@ def _remembered(
 
 
 def _first_step(packed: PackedForward, attention: ReferenceAttention) -> None:
-    """Build all steps, which records the shapes that kernels must serve, and run the first."""
+    """Build all steps, to record the shapes that kernels must serve, and run the first step."""
     steps = built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS])
     for number, (_, _, logits, state) in enumerate(steps):
         if number == 0:

@@ -1,13 +1,13 @@
 """Runs the drafter of a model: over the rows of each step, then a token at a time.
 
 `follow` runs the drafter over the rows of a step that was just built, in the same slots of its own
-layers.  So its K and V are in the blocks of the model's, with no care of their own.  A trained head
+layers.  So its K and V are in the model's blocks, which the scheduler manages.  A trained head
 reads the next token of each row, which the step knows or samples; another model reads the rows'
 own tokens.
 
 `draft` continues a request's newest tokens.  The drafts' K and V go to the slots where the next
-step puts those tokens, if they come true; else that step overwrites them.  K and V may also be
-stale or missing, behind steps without the drafter: the model verifies each draft.
+step puts those tokens, if they come true; else that step overwrites them.  After steps that the
+drafter did not follow, K and V are stale or missing.  No answer changes: the model verifies drafts.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ Choose = Callable[[mx.array, list[mx.array]], mx.array]
 
 
 class Drafts(NamedTuple):
-    """Drafts on the device.  seats: (B,) the requests' seats.  starts: (B,) the position of each
-    one's first draft.  token_ids: (B, K) int32."""
+    """Drafts on the device.  seats: (B,) the requests' seats.  starts: (B,) the positions of
+    their first drafts.  token_ids: (B, K) int32."""
 
     seats: np.ndarray
     starts: np.ndarray
@@ -54,8 +54,8 @@ class Drafts(NamedTuple):
 
 
 class _Followed(NamedTuple):
-    """What the drafter made of a step.  logits: of its sampled rows, in order.  hidden: its hidden
-    states (num_rows, 1, hidden_size).  Both are lazy: computed only if drafts follow."""
+    """The drafter's results for a step.  logits: for the sampled rows, in order.  hidden: hidden
+    states (num_rows, 1, hidden_size).  Both are lazy: only drafts make the device compute them."""
 
     batch: ForwardBatch
     logits: mx.array
@@ -82,7 +82,7 @@ class Drafter:
         return self._last is not None
 
     def forget(self) -> None:
-        """Drop the last step: its lazy arrays would hold the store's."""
+        """Drop the last step: its lazy arrays would keep the store's arrays alive."""
         self._last = None
 
     def follow(self, step: DeviceBatch, built: Result, result: StepResult) -> State:
@@ -113,9 +113,9 @@ class Drafter:
     ) -> tuple[Drafts, State]:
         """Submit drafts of B requests; returns (the drafts, the attention's next state).
 
-        rows: (B,) the sampled row of the last step behind whose token each request is drafted.
-        limits: (B,) the most drafts of each, whose K and V have slots; more drafts are made for
-        requests with lower limits than others, and mean nothing.
+        rows: (B,) for each request, the sampled row of the last step whose token the drafts follow.
+        limits: (B,) the most drafts of each request, as slots allow.  All requests get as many as
+        the highest limit; drafts beyond a request's own limit mean nothing.
         """
         assert self._last is not None, "drafts continue a step"
         batch, logits, hidden = self._last
@@ -145,7 +145,7 @@ class Drafter:
 
 
 def _without(slot_mapping: tuple[mx.array, ...], rows: np.ndarray) -> tuple[mx.array, ...]:
-    """The slots of a step, without those of these rows."""
+    """The slots of a step, with PAD_SLOT for these rows."""
     padded = mx.array(pad_rows(rows, len(slot_mapping[0])))
     return tuple(mx.where(padded, mx.array(PAD_SLOT), slots) for slots in slot_mapping)
 

@@ -25,7 +25,7 @@ _AVERAGE_WINDOWS = 4
 # max_model_len.
 _IDLE_SHARE = 1 / 16
 
-# The most of the usable memory that is set aside for the tower's work on one picture.
+# The largest share of usable memory that is set aside for the tower's work on one picture.
 _PICTURE_SHARE = 1 / 8
 
 # The share of the memory for store and checkpoints that checkpoints get.

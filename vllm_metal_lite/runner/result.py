@@ -26,7 +26,7 @@ class StepResult:
 
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
-    input_ids: the step's token_ids on the device, with the drafts that the host does not have.
+    input_ids: the step's token_ids on the device, also the drafts that the host does not have.
     """
 
     input_ids: mx.array | None = None

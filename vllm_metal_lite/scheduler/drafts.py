@@ -33,7 +33,7 @@ class DraftScheduler:
         return self.kv.states is None or self.kv.states.num_available > 0
 
     def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
-        """Lengthen segments of a scheduled step that end with a request's last token, known.
+        """Lengthen segments of a scheduled step that end with their request's last known token.
 
         budget: the most drafts.  num_running: requests that have a seat.
         """

@@ -35,7 +35,7 @@ class Segment:
 
     @property
     def starts_picture(self) -> bool:
-        """Whether a picture starts in it, for which a tower may run."""
+        """Whether a picture starts in this segment, so that a tower may run."""
         pictures = self.request.pictures
         return pictures is not None and pictures.starts_in(self.num_computed, self.end)
 

@@ -88,8 +88,8 @@ class StateSlots(BlockPool):
         return state
 
     def lengthen(self, request: Request, end: int) -> SegmentState | None:
-        """The slots of a segment that gets drafts behind its `end`: the state there is left in a
-        slot of its own, until the next step.
+        """The slots of a segment that gets drafts after its `end`.  The state at `end` stays in a
+        slot of its own until the next step.
 
         None: no slot is left.  It may use the reserve of an empty seat: this step admits no more
         requests, and the next step has the slots back.

@@ -22,7 +22,7 @@ from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.offload import offload
 
 MAX_REDIRECTS = 5
-# Of one request.  A connection is not used again: other names may have the same address.
+# The limits of one request.  No connection is used twice: other names may have its address.
 _LIMITS = httpx2.Limits(max_connections=8, max_keepalive_connections=0)
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "vllm-metal-lite"}
 _NAT64 = IPv6Network("64:ff9b::/96")  # its last 32 bits are an IPv4 address
@@ -30,11 +30,11 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _Refused(Exception):
-    """Why a URL is not fetched, in words."""
+    """Its text says why a URL is not fetched."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public Internet, and of a single host."""
+    """Whether an IP address belongs to one host of the public Internet."""
     ip: Any = ip_address(address)
     if ip.version == 6:
         if ip.is_site_local:
@@ -47,7 +47,7 @@ def is_public(address: str) -> bool:
 @dataclass(frozen=True)
 class Media:
     """domains: hosts that files may come from, as in vLLM's allowed_media_domains; "*": any.
-    max_bytes, seconds: of all files of a request together.
+    max_bytes, seconds: the limits of all files of a request together.
     allows: whether the server may connect to an IP address.
     """
 
@@ -59,7 +59,7 @@ class Media:
     async def fetch(self, places: Mapping[str, str]) -> dict[str, bytes]:
         """The files by their URLs.  places: where each URL is in the body.
 
-        Raises ApiError (400) with the place of one that cannot be had.
+        Raises ApiError (400) with the place of a URL that cannot be fetched.
         """
         tls, files = await offload(_tls), {url: bytearray() for url in places}
 
@@ -94,11 +94,11 @@ class Media:
         return {url: bytes(file) for url, file in files.items()}
 
     async def _parts(self, client: httpx2.AsyncClient, source: str) -> AsyncGenerator[bytes]:
-        """The bytes of a file as they come, behind redirects."""
+        """The bytes of a file as they come, after redirects."""
         url = httpx2.URL(source)
         for _ in range(MAX_REDIRECTS + 1):
             address = await self._address(url)
-            # The certificate is of the name, not of the address.
+            # The certificate names the host, not the address.
             host, name = url.netloc.decode(), {"sni_hostname": url.raw_host.decode()}
             pinned = url.copy_with(host=address)
             request = client.build_request("GET", pinned, headers={"Host": host}, extensions=name)

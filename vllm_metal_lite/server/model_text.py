@@ -24,7 +24,8 @@ class ModelFacts:
 
     uses_checkpoints: whether checkpoints help, because requests can start at some positions only.
     num_blocks: the number of blocks of the first KV group.  description: lines for the user.
-    no_pictures: why the model takes no pictures; None: it takes them.  max_pictures: of a prompt.
+    no_pictures: why the model takes no pictures; None: it takes them.  max_pictures: the most of a
+    prompt.
     """
 
     name: str

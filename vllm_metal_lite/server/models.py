@@ -107,8 +107,8 @@ class Models:
     ) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
-        If name is None or empty, this is the first model.  idle_seconds: from now on the engine
-        leaves after so long without requests.  Raises ApiError with 404 for an unknown name and
+        If name is None or empty, this is the first model.  idle_seconds: the new time without
+        requests after which the engine leaves.  Raises ApiError with 404 for an unknown name and
         with 503 for a model that does not load; BusyError if no further request may wait.
         """
         model = self.find(name)
@@ -187,7 +187,7 @@ class Models:
         self._changed.set()
 
     def _count(self, model: Model, engine: LoadedEngine, users: int) -> None:
-        """Count the users that come; below 0: that leave.  Without users it leaves in time."""
+        """Add users of an engine, or subtract them.  Without users it leaves after idle_seconds."""
         engine.users += users
         engine.last_used = self._clock()
         if engine.idle is not None:
@@ -306,7 +306,7 @@ class Models:
             self._changed.set()
             raise
         self._log(f"the model {model.spec.name} is unloaded: {why}")
-        # The stop continues if this is cancelled.
+        # `_stop` continues if this task is cancelled.
         await asyncio.shield(self._stop(model, engine))
 
     async def _stop(self, model: Model, engine: LoadedEngine) -> None:
@@ -316,7 +316,7 @@ class Models:
         self._changed.set()
 
     async def _change(self, seconds: float | None = None) -> None:
-        """Wait until a request comes or leaves or a load ends.  seconds: at most so long."""
+        """Wait until a request comes or leaves or a load ends.  seconds: the longest wait."""
         self._changed.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)

@@ -24,8 +24,8 @@ KINDS = ("image_url", "input_image", "image")
 class Pictures:
     """Collects the pictures of a request while its messages are converted.
 
-    refusal: why the model takes no pictures; None: it takes them.  most: of one prompt.
-    media: fetches those by http URL.
+    refusal: why the model takes no pictures; None: it takes them.  most: the most of a prompt.
+    media: fetches pictures by http URL.
     found: the place in the body of each picture, and its URL or, once fetched, its file.
     """
 
@@ -65,7 +65,7 @@ def _is_remote(url: str | bytes) -> TypeGuard[str]:
 
 
 def _url_of(part: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """The place and the text of the URL of a picture's part."""
+    """Returns the place of a picture's URL in the body, and the URL."""
     name = "source" if part.get("type") == "image" else "image_url"
     where, url = f"{where}.{name}", part.get(name)
     if isinstance(url, Mapping):

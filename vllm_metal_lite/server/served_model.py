@@ -37,8 +37,8 @@ class ModelSpec:
 class LoadedEngine:
     """A model's engine.
 
-    size: the bytes that it may use.  stays_until: when another model may take them.
-    idle_seconds: after so long without requests it leaves; idle: the timer for that.
+    size: the bytes that it may use.  stays_until: the time from which another model may take them.
+    idle_seconds: the time without requests after which it leaves.  idle: the timer of that time.
     users: the number of requests that hold it.  leaves: the number of unloads that wait for them.
     """
 
@@ -72,13 +72,14 @@ class Model:
         self.loading: asyncio.Task[LoadedEngine] | None = None
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
-        self.leaving: asyncio.Task[None] | None = None  # its unload after an idle time
+        self.leaving: asyncio.Task[None] | None = None  # the unload after an idle time
         self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
-        self.context: int | None = None  # its length in tokens, as the model's files say
+        self.context: int | None = None  # the longest context in tokens, as the model's files say
         self.only_pools = False  # whether it is made for embeddings or scores alone
-        self.facts: ModelFacts | None = None  # of its latest engine
-        self._stages: dict[str, float] = {}  # of its latest load: when each began; "": its end
+        self.facts: ModelFacts | None = None  # those of its latest engine
+        # When each stage of the latest load began; "": when the load ended.
+        self._stages: dict[str, float] = {}
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model
@@ -147,8 +148,10 @@ class Model:
 
 
 def read_files(source: str, max_model_len: int | None) -> tuple[int | None, bool]:
-    """The context of a model whose files are on this machine, None if only loading will tell; and
-    whether the model is made for embeddings or scores alone."""
+    """Returns a model's longest context, and whether the model makes only embeddings or scores.
+
+    The context is None if the files are not on this machine, or do not name it.
+    """
     folder = context = None
     with suppress(ModelLoadError, OSError):
         folder = find(source, download=False)

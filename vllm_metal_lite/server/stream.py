@@ -84,9 +84,9 @@ class EventStream(Response):
         failed: Callable[[Exception], bytes],
         seconds: float,
     ) -> "EventStream":
-        """A stream that begins now, with comments about the progress, for one that comes later.
+        """A stream that begins now: comments about the progress, then the events of a later stream.
 
-        answer: it gives the stream.  failed: makes the event for its error.
+        answer: gives the later stream.  failed: makes the event for an error of `answer`.
         """
 
         def comment() -> bytes:
@@ -106,7 +106,7 @@ class EventStream(Response):
                     yield event
 
         made, resources = events(), AsyncExitStack()
-        resources.push_async_callback(discard, answer)  # if the client goes before it
+        resources.push_async_callback(discard, answer)  # if the client goes before the answer
         resources.push_async_callback(made.aclose)
         stream = cls(made, comment, seconds, resources)
         return stream
@@ -141,7 +141,7 @@ class EventStream(Response):
 
 
 async def discard(answer: asyncio.Task[Response]) -> None:
-    """Cancel the work for a response.  A stream that no client reads holds nothing any longer."""
+    """Cancel the work for a response, and release all that its stream holds."""
     answer.cancel()
     (response,) = await asyncio.gather(answer, return_exceptions=True)
     if isinstance(response, EventStream):

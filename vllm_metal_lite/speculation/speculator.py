@@ -35,7 +35,7 @@ class Pace:
 
     num_model_drafts: the most drafts of a request that the drafter made for the step; 0: all
     drafts were looked up; PLAIN: the step has no drafts.
-    tries: the most of all time that goes to widths which are not known yet.
+    tries: the largest share of all time for drafted steps of unknown widths.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ _RECOVER = 0.02  # share of the way back to the first counts, per step without a
 
 
 class _Record:
-    """How well the drafts of a request do that come from one source."""
+    """How many drafts of a request came true, of those from one source."""
 
     __slots__ = ("accepted", "rejected")
 
@@ -124,8 +124,8 @@ class _Record:
 
 
 class _History:
-    """A request's records by source, lookup and the drafter; its last draft, before any constraint,
-    and the record of the draft's source."""
+    """The past drafts of a request.  records: one for lookup, one for the drafter.  proposed: the
+    last draft, before any constraint.  of_last: the record of that draft's source."""
 
     __slots__ = ("of_last", "proposed", "records")
 
@@ -135,7 +135,7 @@ class _History:
         self.of_last = self.records[0]
 
 
-# The drafts that a model makes: ((request, the most tokens) pairs) -> the drafts of each.
+# Makes drafts by a model: pairs (request, the most tokens) -> the drafts of each request.
 DraftByModel = Callable[[Sequence[tuple[Request, int]]], Sequence[list[int]]]
 
 
@@ -156,7 +156,7 @@ class Speculator:
         self._max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
-        self._num_model_drafts = 0  # in the last draft
+        self._num_model_drafts = 0  # of the last step, as in Pace
         self.num_since_model = 0  # steps since the model made drafts
         self._turn = 0
 
@@ -206,8 +206,8 @@ class Speculator:
         looked_up: Sequence[Sequence[int]],
         num_decodes: int,
     ) -> tuple[int, int]:
-        """The lengths of drafts, looked up and by the model, that give the most tokens a second; a
-        request gets the better of the two.  (0, 0) if no drafts are better."""
+        """The limits of a looked-up draft and of a draft by the model that give the most tokens a
+        second; a request gets the better of the two.  (0, 0) if no drafts are better."""
         best, best_gain = (0, 0), _MARGIN
         histories = [self._history(request) for request in requests]
         caps = (*_CAPS, 0) if any(looked_up) else (0,)

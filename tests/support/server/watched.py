@@ -114,7 +114,7 @@ def _cut(value: Any) -> Any:
 
 
 def _shape(value: Any, key: str = "") -> Any:
-    """What tells the form of a value, not its data."""
+    """The keys and types of a value, with the data of four fields only."""
     if isinstance(value, dict):
         return sorted((name, _shape(part, name)) for name, part in value.items())
     if isinstance(value, list):

@@ -48,8 +48,8 @@ def reusable_tokens(load: WaveLoad, run: Run) -> int:
 
 
 def newcomers(run: Run, count: int = 1) -> Metrics:
-    """The own times of the last `count` requests; the gaps of the others before these came, and
-    while their prompts were computed."""
+    """The times of the last `count` requests (the newcomers), and the gaps of all others before the
+    newcomers came and while the newcomers' prompts were computed."""
     others, mine = run.times[:-count], run.times[-count:]
     arrived, first = run.arrived[-count], max(times[0] for times in mine)
     idle, busy = [], []

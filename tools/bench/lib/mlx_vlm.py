@@ -1,6 +1,6 @@
 """mlx-vlm as an engine of the benchmark of pictures: one request after another.
 
-Only its models are imported, by a stub in place of its packages, whose own code needs many others.
+Stubs replace its packages, whose own code needs many others, so only its models are imported.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def empty_model(config: dict[str, Any], folder: Path | None = None) -> nn.Module
 
 
 class MlxVlm(MlxLmSingle):
-    """Its whole prompt in one pass with the logits of one row, the fastest way that it has."""
+    """mlx-vlm at its fastest: it computes a whole prompt in one pass, and the logits of one row."""
 
     name, kind = "mlx-vlm, one by one", "mlx-vlm"
 

@@ -39,9 +39,9 @@ class Pictures:
         self.tokens = [config["vision_start_token_id"], *[family.image_token_id] * n**2]
 
     def draw(self, load: Load) -> list[Prepared | None]:
-        """Pictures for a run: one for each prompt with rows of a picture; a turn has that of the
-        turn before.  Their pixels are those of other runs, so that answers can be compared, and
-        their names are new, so that no engine knows them."""
+        """The pictures of a run, one for each prompt with rows of a picture.  A second turn has the
+        picture of the first.  All runs have the same pixels, so that answers can be compared, but
+        new names, so that no engine knows the pictures."""
         follows = load.follows if isinstance(load, WaveLoad) else [None] * len(load.prompts)
         rng, found = np.random.default_rng(1), list[Prepared | None]()
         for prompt, before in zip(load.prompts, follows, strict=True):
@@ -55,7 +55,7 @@ class Pictures:
 
 
 class _Processor:
-    """In place of transformers' processor of a folder: values from -1 to 1."""
+    """Replaces transformers' processor: its values are from -1 to 1."""
 
     settings, scale_and_offset = "", (np.full(3, 1 / 127.5), np.ones(3))
 
@@ -66,7 +66,7 @@ class _Processor:
 def random_eyes(
     config: dict[str, Any], dtype: mx.Dtype, vlm: nn.Module | None, language: nn.Module
 ) -> Eyes:
-    """Eyes with random weights.  vlm: mlx-vlm's model, which gets the same, and those of the
+    """Eyes with random weights.  vlm: mlx-vlm's model; it gets the same weights and those of the
     language model."""
     family = find_family(config)
     assert family is not None, "the model takes no pictures"

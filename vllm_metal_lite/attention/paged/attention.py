@@ -156,7 +156,7 @@ def plan_varlen(
     """Arrange prompts for kernels that read the store in place.
 
     num_rows: rows of prompts, including padding.  heads: query heads and KV heads of all layers.
-    repeats: see DeviceBatch.  few: contexts are split until the device is full.
+    repeats: see DeviceBatch.  few: whether contexts are split until the device is full.
     """
     num_segments, device = power_of_two(batch.num_segments), profile()
     segments, most = max(num_segments, MIN_ELEMENTS), int(batch.seq_lens.max())
@@ -166,7 +166,7 @@ def plan_varlen(
     tiles, splits = {}, {}
     for num_heads, kv_heads in sorted(heads):
         group = num_heads // kv_heads
-        # Tiles of segments that are padding cost a threadgroup for each split.
+        # If few, padding gets no tiles: each would cost a threadgroup for each split.
         cut = cu_seqlens_q[: num_segments + 1] if few else cu_seqlens_q
         planned = plan_tiles(cut, num_rows, group)
         tiles[group] = mx.array(planned)

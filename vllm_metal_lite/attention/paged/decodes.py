@@ -74,8 +74,8 @@ class DecodePlanner:
         """The batch's decodes, or all of its rows as decodes, if that is cheaper.
 
         The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
-        no launches for its prompts, and parallel splits read the context.  But if all are rows of
-        chunks, or of requests with drafts, then long contexts are read once for each segment.
+        no launches for its prompts, and parallel splits read the context.  But in a step without
+        decodes, rows stay prompts if splits then read fewer keys: each context once.
         """
         device, has_prompts = profile(), batch.num_decodes < batch.num_segments
         if has_prompts and batch.spans is None and num_rows <= device.rows_as_decodes:
@@ -92,7 +92,7 @@ class DecodePlanner:
         return self._plan(batch, batch.num_decodes if has_prompts else num_rows, prefix)
 
     def _reads_less(self, batch: ForwardBatch, num_keys: int) -> bool:
-        """Whether a step without decodes reads at most num_keys once for each of its segments."""
+        """Whether this step has no decodes, and in splits reads at most num_keys keys."""
         splits = self._reads_once and batch.seq_lens.max() >= profile().min_split_context
         return splits and not batch.num_decodes and int(batch.seq_lens.sum()) <= num_keys
 

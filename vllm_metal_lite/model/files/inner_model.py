@@ -1,7 +1,7 @@
-"""Runs the language model of a folder with a vision tower whose type mlx-lm does not know.
+"""Runs the language model inside of a model with a vision tower whose type mlx-lm does not know.
 
-mlx-lm knows the language model by `text_config.model_type`.  So the folder's weights are renamed as
-mlx-lm's own models with towers do, and those of the tower are left out.
+mlx-lm knows the type of the language model, `text_config.model_type`.  Its weights get the names
+that they have in mlx-lm's own models with towers, and the weights of the tower are left out.
 """
 
 import re
@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.files.folder import Weights, weights
 
-# The name of the whole model in transformers, if it differs.
+# model_type of the whole model -> its name in transformers, if it differs.
 _WHOLE = {"pixtral": "llava", "lfm2-vl": "lfm2_vl"}
-# The name in mlx-lm, if it differs, and fields that transformers does not write.
+# model_type of the language model -> (its name in mlx-lm, fields that transformers does not write).
 _INNER: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_ocr_text": ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0}),
     "glm4v_text": ("glm4", {"attention_bias": True, "partial_rotary_factor": 1.0}),
@@ -39,7 +39,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         full = AutoConfig.for_model(
             _WHOLE.get(kind, kind), **deepcopy(own)
-        ).to_dict()  # it changes them
+        ).to_dict()  # for_model changes its arguments
     except Exception:  # an unknown model, or a field that this version refuses
         return dict(config)
     parts = {
@@ -50,7 +50,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Model(nn.Module):
-    """As mlx-lm's models with towers: the language model is `language_model`."""
+    """Like mlx-lm's models with towers, it holds the language model as `language_model`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Model(nn.Module):
             for name, weight in weights.items()
             if _INSIDE.match(name) or name.startswith("lm_head.")
         }
-        # Files may have further layers, which guess several tokens (GLM-OCR).
+        # Files may have further layers, which are trained heads (GLM-OCR).
         count = len(self.layers)
         inner = {n: w for n, w in inner.items() if not (m := _LAYER.match(n)) or int(m[1]) < count}
         inner = getattr(self.language_model, "sanitize", dict)(inner)
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 
 def inner_classes(folder: Path) -> Callable[..., Any]:
-    """What mlx-lm's `load_model` takes to load the model inside of a folder with a tower."""
+    """`get_model_classes` of mlx-lm's `load_model`, for a folder with a tower."""
     args = SimpleNamespace(from_dict=lambda config: inner_model(config, folder))
     return lambda config: (Model, args)
 

@@ -175,7 +175,7 @@ class ResponsesRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    reasoning_effort: str | None = None  # of chat completions: clients send it here too
+    reasoning_effort: str | None = None  # a field of chat completions that clients send here, too
     stream_options: Any = None
     background: Unsupported = None
     conversation: Unsupported = None

@@ -79,7 +79,7 @@ function tryExample(text) {
   byId("attach").click();
 }
 
-/** An option for each model, in short where that is clear.  One that makes embeddings cannot be chosen. */
+/** An option for each model, with a short name where that is clear.  Models of embeddings cannot be chosen. */
 function modelOption({ id }, i, models) {
   const short = id.split("/").at(-1);
   const clear = models.every((m) => m.id === id || m.id.split("/").at(-1) !== short);

@@ -36,7 +36,7 @@ class Add:
     """A request for the engine.
 
     fair_round: the order of requests of one priority, see `fair_rounds.py`.
-    checkpoints, pictures: see `conversations.Rendered`; over the pipe, pictures as in `Sent`.
+    checkpoints, pictures: see `conversations.Rendered`.  `Sent` packs pictures for the pipe.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class Sent:
         return sent
 
     def unpacked(self, sent: Sequence[Prepared | bytes]) -> list[Prepared]:
-        """The pictures of what the server sent."""
+        """The pictures that the server's message means."""
         pictures = []
         for item in sent:
             picture = self._kept.get(item) if isinstance(item, bytes) else item

@@ -39,7 +39,7 @@ from vllm_metal_lite.server.worker.watch import Watcher
 logger = logging.getLogger(__name__)
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
-_REST_SECONDS = 2.0  # for work that waits for a pause, at the end; less than link.STOP_SECONDS
+_REST_SECONDS = 2.0  # for the work of `rest` before the end; less than link.STOP_SECONDS
 
 
 def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
@@ -119,7 +119,7 @@ class Worker:
         )
         until = time.monotonic() + _REST_SECONDS
         while not self._engine.has_unfinished_requests() and time.monotonic() < until:
-            if not self._engine.rest():  # the prefix disk has all that waited for it
+            if not self._engine.rest():  # all that waited is on the prefix disk
                 break
 
     def _take_call(self) -> bool:

@@ -20,7 +20,7 @@ export function fit(canvas, height) {
   return context;
 }
 
-/** look(x, y): lines of a tip for a place, or null.  left(): nothing is pointed at.  Arrow keys point as a mouse does. */
+/** look(x, y): lines of a tip for a place, or null.  left(): called when nothing is pointed at.  Arrow keys point as a mouse does. */
 export function showTips(canvas, look, left) {
   const tip = byId("tip");
   let [atX, atY] = [canvas.width / 2, canvas.height / 2];
