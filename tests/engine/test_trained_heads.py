@@ -7,6 +7,7 @@ import pytest
 
 from metal.host import installed
 from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import VOCAB
 from tests.support.models.trained_heads import NAMES, Head, write_head
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
@@ -120,6 +121,22 @@ def test_drafts_are_drawn_with_the_noise_of_the_answer(name, tmp_path):
     metrics = engine.metrics()
     assert metrics["accepted_tokens"] > 0.95 * metrics["draft_tokens"] > 40
     assert metrics["steps"] < 20
+
+
+@pytest.mark.parametrize("vocab_size", [97, 133])
+def test_a_draft_model_may_have_other_padding_tokens(vocab_size, tmp_path):
+    """Models of one tokenizer pad their vocabularies to other sizes."""
+    model = load(str(tiny.write_folder(tmp_path / "model", "llama")))
+    own = str(tiny.write_folder(tmp_path / "draft", "llama", vocab_size=vocab_size))
+    prompts = [[100, 98, *prompt] for prompt in tiny.prompts(2, 5, 20, seed=6)]
+    params = SamplingParams(
+        max_tokens=30, temperature=0.9, seed=5, presence_penalty=1, logit_bias={5: 2, 99: 1}
+    )
+    plain = tiny.answers(LLMEngine(model, EngineConfig(**OPTIONS, speculate="off")), prompts, params)
+    engine = drafting(model, draft_model=own)
+    assert tiny.answers(engine, prompts, params) == plain
+    assert engine.metrics()["draft_tokens"] > 20
+    assert max(t for _, drafts in engine.in_flight.speculator.made for t in drafts) < VOCAB
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])

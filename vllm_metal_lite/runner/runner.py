@@ -68,7 +68,8 @@ class ModelRunner:
         compiled = CompiledSteps(self.model, path.attention, path.fusion)
         self.path, self.compiled, self._state = path, compiled, state
         if self._drafting is not None:
-            self.drafter = drafter.Drafter(self._drafting, path.attention, padded_rows)
+            how = path.attention, padded_rows, self.model.layout.vocab_size
+            self.drafter = drafter.Drafter(self._drafting, *how)
 
     @property
     def attention(self) -> Attention:
