@@ -12,7 +12,7 @@ from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import VOCAB
 from tests.support.models.trained_heads import NAMES, Head, write_head
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import MAX_MODEL_DRAFTS, EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.fusion import decide
@@ -196,6 +196,7 @@ def test_drafts_beside_a_request_that_fills_the_context(name, folders, caplog):
     model, long = load(str(folders(name))), tiny.prompts(1, 93, 93, seed=4)[0]
     prompts, lengths = [long, *tiny.prompts(2, 5, 9, seed=2)], [7, 30, 30]
     engine = drafting(model)
+    engine.in_flight.speculator._choose = lambda *_: (0, MAX_MODEL_DRAFTS)
     params = [tiny.greedy(length, ignore_eos=True) for length in lengths]
     answers = tiny.answers(engine, prompts, params)
     for prompt, found, length in zip(prompts, answers, lengths, strict=True):

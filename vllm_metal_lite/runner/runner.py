@@ -215,15 +215,16 @@ class ModelRunner:
         next step may name them by UNKNOWN_DRAFT.
 
         None: drafting failed, which no request must notice.  A kernel at fault is replaced;
-        otherwise the drafter drafts no more."""
-        assert (own := self.drafter) is not None, "this model has no drafter"
-        how = seats, rows, limits, pack, choose
+        otherwise the drafter drafts no more.
+        """
+        assert self.drafter is not None, "this model has no drafter"
+        draft, how = self.drafter.draft, (seats, rows, limits, pack, choose)
         before = self.sampler.state
         try:
-            self._drafts, self._state = own.draft(*how, self._state)
+            self._drafts, self._state = draft(*how, self._state)
         except Exception as e:
             self.sampler.state = before
-            if not self._fall_back(e, lambda: own.draft(*how, self._state)):
+            if not self._fall_back(e, lambda: draft(*how, self._state)):
                 why = f"{type(e).__name__}: {one_line(e)}"
                 logger.warning(
                     f"no model drafts tokens from now on, because drafting failed: {why}"
