@@ -10,9 +10,10 @@ from metal.host import installed
 from tests.images.test_forward import requests
 from tests.support.images import seeing
 from tests.support.models import tiny_models as tiny
+from tests.support.models.configs import VOCAB, config_of
 from tests.support.models.trained_heads import NAMES, Head, write_head
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import MAX_MODEL_DRAFTS, EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
@@ -131,6 +132,24 @@ def test_drafts_are_drawn_with_the_noise_of_the_answer(name, tmp_path):
     assert metrics["steps"] < 20
 
 
+@pytest.mark.parametrize("vocab_size", [97, 133])
+def test_a_draft_model_may_have_other_padding_tokens(vocab_size, tmp_path):
+    """Models of one tokenizer pad their vocabularies to other sizes."""
+    model = load(str(tiny.write_folder(tmp_path / "model", "llama")))
+    own = str(tiny.write_folder(tmp_path / "draft", "llama", vocab_size=vocab_size))
+    prompts = [[100, 98, *prompt] for prompt in tiny.prompts(2, 5, 20, seed=6)]
+    params = SamplingParams(
+        max_tokens=30, temperature=0.9, seed=5, presence_penalty=1, logit_bias={5: 2, 99: 1}
+    )
+    plain = tiny.answers(
+        LLMEngine(model, EngineConfig(**OPTIONS, speculate="off")), prompts, params
+    )
+    engine = drafting(model, draft_model=own)
+    assert tiny.answers(engine, prompts, params) == plain
+    assert engine.metrics()["draft_tokens"] > 20
+    assert max(t for _, drafts in engine.in_flight.speculator.made for t in drafts) < VOCAB
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_preemption_failures_and_prefixes(name, seed, folders):
@@ -175,6 +194,19 @@ def test_kernels_draft_as_the_reference(name, folders):
     head = Head(name)
     for known, drafts in engine.in_flight.speculator.made:
         assert drafts == head.drafts(model.packed.model, known, len(drafts))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_drafts_beside_a_request_that_fills_the_context(name, folders, caplog):
+    model, long = load(str(folders(name))), tiny.prompts(1, 93, 93, seed=4)[0]
+    prompts, lengths = [long, *tiny.prompts(2, 5, 9, seed=2)], [7, 30, 30]
+    engine = drafting(model)
+    engine.in_flight.speculator._choose = lambda *_: (0, MAX_MODEL_DRAFTS)
+    params = [tiny.greedy(length, ignore_eos=True) for length in lengths]
+    answers = tiny.answers(engine, prompts, params)
+    for prompt, found, length in zip(prompts, answers, lengths, strict=True):
+        assert found == tiny.all_alone(name, [prompt], length)[0]
+    assert not caplog.records
 
 
 # Files
@@ -251,7 +283,8 @@ def test_half_a_head_in_the_models_folder_is_left_out(tmp_path, caplog):
 
 def test_a_configuration_may_leave_out_what_mlx_lm_assumes(tmp_path):
     path = write_head(tiny.write_folder(tmp_path, "qwen3_5"), Head("qwen3_5"))
-    tiny.edit(path / "config.json", rms_norm_eps=...)  # 1e-6 in mlx-lm, too
+    text = {k: v for k, v in config_of("qwen3_5")["text_config"].items() if k != "rms_norm_eps"}
+    tiny.edit(path / "config.json", rms_norm_eps=..., text_config=text)  # 1e-6 in mlx-lm, too
     assert with_drafter(load(str(path)), None).drafter is not None
 
 

@@ -88,8 +88,9 @@ class StepsInFlight:
     def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
         runner, size = self.pipeline.runner, self.inputs.block_size
-        assert runner.drafter is not None, "these drafts are the drafter's"
         found: list[list[int]] = [[] for _ in wanted]
+        if runner.drafter is None:  # drafting has failed
+            return found
         known = self._last_rows if runner.drafter.can_draft else ()
         which = [i for i, (request, _) in enumerate(wanted) if request in known]
         requests = [wanted[i][0] for i in which]
@@ -105,6 +106,8 @@ class StepsInFlight:
         must_know = constrained or runner.sampler.reads_drafts(seats)
 
         def pack(positions: np.ndarray) -> ForwardBatch:
+            # Rows beyond their request's limit mean nothing, but must be in the tables.
+            positions = np.minimum(positions, self._scheduler.max_model_len - 1)
             batch = self.inputs.pack(seats, positions, np.ones(len(seats), np.int64))
             return with_pictures(batch, [request.pictures for request in requests], self._eyes)
 
@@ -116,7 +119,8 @@ class StepsInFlight:
             before = Drafts(np.full(len(seats), len(drafts), np.int32), known)
             return runner.sampler(logits, seats, masks, before).token_ids
 
-        tokens = runner.draft(seats, rows, limits, pack, choose)
+        if (tokens := runner.draft(seats, rows, limits, pack, choose)) is None:
+            return found
         made = np.array(tokens) if must_know else np.full(tokens.shape, UNKNOWN_DRAFT, np.int32)
         for i, draft, most in zip(which, made.tolist(), limits.tolist(), strict=True):
             found[i] = draft[: max(most, 0)]

@@ -63,12 +63,23 @@ class _Followed(NamedTuple):
 
 
 class Drafter:
-    """A drafter over the store of its model.  follows: whether it runs over the next step."""
+    """A drafter over the store of its model.
+
+    vocab_size: the model's.  A draft model may have more or fewer tokens of padding behind the same
+    vocabulary.  follows: whether the drafter runs over the next step.
+    """
 
     follows = True
 
-    def __init__(self, model: PackedModel, attention: Attention, padded: Callable[[int], int]):
+    def __init__(
+        self,
+        model: PackedModel,
+        attention: Attention,
+        padded: Callable[[int], int],
+        vocab_size: int,
+    ) -> None:
         self._model, self._attention, self._padded = model, attention, padded
+        self._vocab_size = vocab_size
         self._compiled = CompiledSteps(model, attention)
         self._last: _Followed | None = None
 
@@ -100,7 +111,13 @@ class Drafter:
         return state
 
     def _run(self, step: DeviceBatch, state: State) -> Result:
-        return self._compiled(step, state) or self._compiled.build(step, state)
+        own, size = self._model.layout.vocab_size, self._vocab_size
+        if own < size:
+            step = step._replace(token_ids=mx.minimum(step.token_ids, own - 1))
+        logits, hidden, state = self._compiled(step, state) or self._compiled.build(step, state)
+        if own < size:
+            logits = mx.pad(logits, [(0, 0), (0, size - own)], constant_values=-mx.inf)
+        return logits[:, :size], hidden, state
 
     def draft(
         self,

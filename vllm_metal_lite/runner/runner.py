@@ -8,6 +8,7 @@ step is launched again without that kernel.  Recurrent states are an exception: 
 place, so a step that fails may have changed some of them (`StatesLost`).
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import drafter
@@ -29,6 +31,8 @@ from vllm_metal_lite.sampling.logprobs import prompt_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.sampling.sampler import Sampler
+
+logger = logging.getLogger(__name__)
 
 # The tokens allowed in some sampled rows, or a function that makes them.
 Masks = TokenMasks | Callable[[], TokenMasks | None]
@@ -68,7 +72,8 @@ class ModelRunner:
         compiled = CompiledSteps(self.model, path.attention, path.fusion)
         self.path, self.compiled, self._state = path, compiled, state
         if self._drafting is not None:
-            self.drafter = drafter.Drafter(self._drafting, path.attention, padded_rows)
+            how = path.attention, padded_rows, self.model.layout.vocab_size
+            self.drafter = drafter.Drafter(self._drafting, *how)
 
     @property
     def attention(self) -> Attention:
@@ -94,28 +99,34 @@ class ModelRunner:
             try:
                 return self._launch(batch, num_prompt_logprobs, masks, after)
             except Exception as e:
-                if not self._fall_back(e, batch, after):
+                if not self._fall_back(e, lambda: self._build_again(batch, after), after):
                     raise
                 if store.states.arrays:
                     raise StatesLost("a kernel failed in a step with recurrent layers") from e
             # Launch again only here: until `except` ends, the error holds the failed step's arrays.
 
-    def _fall_back(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
-        """Switch to the fallback, if a kernel is at fault; returns whether it did."""
+    def _fall_back(
+        self, error: Exception, again: Callable[[], Any], after: StepResult | None = None
+    ) -> bool:
+        """Switch to the fallback, if a kernel is at fault; returns whether it did.
+
+        again: builds what failed."""
         if self.ranks.size > 1:  # the others wait inside this step, and cannot repeat it
             return False
         if not self.path.uses_kernels or is_out_of_memory(error):
             return False
         if after is not None:
             after.wait()
-
-        def again() -> None:
-            self.compiled.build(self._prepare(batch, after), self._state)
-
         culprit = kernel_at_fault(again)
         if culprit is not None:
             self._use(self.path.fallback(culprit))
         return culprit is not None
+
+    def _build_again(self, batch: ForwardBatch, after: StepResult | None) -> None:
+        step = self._prepare(batch, after)
+        built = self.compiled.build(step, self._state)
+        if self.drafter is not None and self.drafter.follows:
+            self.drafter.follow(step, built, StepResult(batch, None))
 
     def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> DeviceBatch:
         step = self.attention.prepare(batch, padded_rows(batch.num_tokens))
@@ -199,12 +210,27 @@ class ModelRunner:
         limits: np.ndarray,
         pack: drafter.Pack,
         choose: drafter.Choose,
-    ) -> mx.array:
+    ) -> mx.array | None:
         """Submit drafts behind the last step, see `Drafter.draft`; returns them, (B, K) int32.  The
-        next step may name them by UNKNOWN_DRAFT."""
+        next step may name them by UNKNOWN_DRAFT.
+
+        None: drafting failed, which no request must notice.  A kernel at fault is replaced;
+        otherwise the drafter drafts no more.
+        """
         assert self.drafter is not None, "this model has no drafter"
-        how = seats, rows, limits, pack, choose
-        self._drafts, self._state = self.drafter.draft(*how, self._state)
+        draft, how = self.drafter.draft, (seats, rows, limits, pack, choose)
+        before = self.sampler.state
+        try:
+            self._drafts, self._state = draft(*how, self._state)
+        except Exception as e:
+            self.sampler.state = before
+            if not self._fall_back(e, lambda: draft(*how, self._state)):
+                why = f"{type(e).__name__}: {one_line(e)}"
+                logger.warning(
+                    f"no model drafts tokens from now on, because drafting failed: {why}"
+                )
+                self.drafter = self._drafting = None
+            return None
         return self._drafts.token_ids
 
     def forget(self) -> None:

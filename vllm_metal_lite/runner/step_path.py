@@ -7,6 +7,7 @@ sizes.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -77,7 +78,7 @@ def is_out_of_memory(error: Exception | str) -> bool:
     return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def kernel_at_fault(again: Callable[[], None]) -> KernelError | None:
+def kernel_at_fault(again: Callable[[], Any]) -> KernelError | None:
     """Build the forward of a failed step again, launch by launch; return the error of the kernel
     that fails.
 
