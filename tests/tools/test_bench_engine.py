@@ -17,6 +17,7 @@ from tools.bench.lib.metrics import measure, reusable_tokens
 from tools.bench.lib.mlx_lm import MlxLmServer, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
+from tools.bench.lib.runs import Runs
 from tools.demo_model import recall
 from tools.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -198,11 +199,20 @@ def test_the_tables_of_loads_of_a_hybrid_model(run_tool, capsys):
 
 def test_an_engine_that_fails_is_left_out(model, capsys):
     load = WaveLoad([Wave([[1]], [2])])
-    bench, engine = bench_engine.Bench("single", load), MlxLmSingle(model)
-    assert bench.tried(engine)["output_tokens_per_s"] > 0
+    runs, engine = Runs("single"), MlxLmSingle(model)
+    assert runs.tried(engine, load)["output_tokens_per_s"] > 0
     engine.step = Mock(side_effect=RuntimeError("cuGraphAddKernelNode: invalid argument"))
-    assert bench.tried(engine) is None
+    assert runs.tried(engine, load) is None
     assert capsys.readouterr().err.endswith("left out, cuGraphAddKernelNode: invalid argument\n")
+
+
+def test_warm_ups_end_when_two_runs_agree_or_after_six(monkeypatch):
+    for seconds, expected in [([3, 1, 1, 1], 3), ([1, 1, 1], 2), ([9, 7, 5, 4, 3, 2, 1], 6)]:
+        load, left = WaveLoad([Wave([[1]], [2])]), [Mock(seconds=s) for s in seconds]
+        runs = Runs()
+        monkeypatch.setattr(runs, "run", lambda *_, left=left: left.pop(0))
+        runs.warm_up({"any": (Mock(), load)})
+        assert len(seconds) - len(left) == expected
 
 
 def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):

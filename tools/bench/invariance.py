@@ -14,16 +14,14 @@ tokens there in the run alone; rounding decides small ones.  Prints Markdown.
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from tools.bench.lib.loads import Sizes
-from tools.bench.lib.models import BITS, get_model
+from tools.bench.lib.models import add_model, model_of
 from tools.lib.frame import at_least, parser_of, print_table, run_main, say
-from tools.lib.trust import trusted
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from tools.lib.trust import add_trusted, as_asked
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.benchmark import vocabulary
-from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.model.loader import LoadedModel
 
 # Name -> fields of EngineConfig.  "alone" is what all are compared with.
@@ -87,30 +85,24 @@ def differences(alone: Answers, other: Answers) -> list[tuple[int, float]]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--bits", choices=BITS, help="of random weights")
+    add_model(parser)
     parser.add_argument("--prompts", type=at_least(1), default=200)
     parser.add_argument("--tokens", type=at_least(2), default=64, help="of an answer")
     parser.add_argument("--length", type=at_least(2), default=200, help="of the longest prompt")
-    parser.add_argument(
-        "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
-    )
+    add_trusted(parser)
     args = parser.parse_args()
-    model = get_model(args.model, args.dtype, args.bits)
+    model = model_of(args)
     sizes = Sizes(vocabulary(model), 1)
     lengths = sizes.between(max(args.length // 10, 1), args.length, args.prompts)
     prompts = [sizes.tokens(n) for n in lengths]
-    print(f"## {backend.describe()}\n")
-    dtype = str(model.dtype).rsplit(".", 1)[-1]
-    print(f"{model.name}, {dtype}: {args.prompts} prompts, {args.tokens} tokens out\n", flush=True)
+    print(f"{args.prompts} prompts, {args.tokens} tokens out\n", flush=True)
     is_equal = True
 
     def rows() -> Iterator[tuple[str, ...]]:
         nonlocal is_equal
         alone: Answers | None = None
         for name, options in SETTINGS.items():
-            with trusted() if args.trusted else nullcontext():
+            with as_asked(args):
                 other = run(model, prompts, args.tokens, **options)
             say(f"{name}: {other.seconds:.1f} s")
             alone = alone or other
