@@ -9,7 +9,7 @@ import pytest
 from tests.support.models import tiny_models as tiny
 from tools import repro_block_exhaustion
 from tools.bench import engine as bench_engine
-from tools.bench import speculation
+from tools.bench import host, speculation
 from tools.bench.lib.agreement import agree
 from tools.bench.lib.engines import FittedEngine
 from tools.bench.lib.loads import Sizes, Wave, WaveLoad, agents, newcomer, users
@@ -269,3 +269,15 @@ def test_a_number_that_cannot_work_is_named_before_the_run(
 def test_drafts_of_an_edited_text_are_accepted(run_tool, capsys):
     run_tool(speculation, "--model 128x2 --length 120 --only edit --requests 1 --runs 1")
     assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0
+
+
+def test_steps_without_a_model_take_time_of_the_host(run_tool, capsys):
+    assert run_tool(host, "--requests 2 --steps 3") == 0
+    found = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(found) == 3
+    assert all(float(cpu) > 0 for _, cpu in found)
+
+
+def test_a_model_without_known_heads_leaves_their_rows_out(run_tool, capsys):
+    assert run_tool(speculation, "--model 128x2 --length 100 --only heads") == 0
+    assert "no trained heads are known" in capsys.readouterr().err
