@@ -12,7 +12,6 @@ tokens there in the run alone; rounding decides small ones.  Prints Markdown.
 """
 
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from tools.bench.lib.loads import Sizes
 from tools.bench.lib.models import add_model, model_of
 from tools.lib.frame import at_least, parser_of, print_table, run_main, say
 from tools.lib.trust import add_trusted, as_asked
+from tools.repro_block_exhaustion import drain
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.benchmark import vocabulary
 from vllm_metal_lite.model.loader import LoadedModel
@@ -45,12 +45,9 @@ class Answer(NamedTuple):
     margins: list[float]
 
 
-class Answers(NamedTuple):
-    answers: list[Answer]
-    seconds: float
-
-
-def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options: Any) -> Answers:
+def run(
+    model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options: Any
+) -> list[Answer]:
     """All prompts on an engine of its own."""
     longest = max(map(len, prompts)) + num_tokens
     seats = options["max_num_seqs"]
@@ -60,22 +57,19 @@ def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
-    found, started = dict[str, Answer](), time.perf_counter()
-    while engine.has_unfinished_requests():
-        for output in (o for o in engine.step() if o.finished):
-            [answer] = output.outputs
-            best = [sorted(x.logprob for x in of.values()) for of in answer.logprobs or ()]
-            margins = [values[-1] - values[-2] for values in best]
-            found[output.request_id] = Answer(answer.token_ids, margins)
-    seconds = time.perf_counter() - started
-    return Answers([found[str(i)] for i in range(len(prompts))], seconds)
+    found = []
+    for output in drain(engine):
+        [answer] = output.outputs
+        best = [sorted(x.logprob for x in of.values()) for of in answer.logprobs or ()]
+        found.append(Answer(answer.token_ids, [values[-1] - values[-2] for values in best]))
+    return found
 
 
-def differences(alone: Answers, other: Answers) -> list[tuple[int, float]]:
+def differences(alone: list[Answer], other: list[Answer]) -> list[tuple[int, float]]:
     """(The place of the first token that differs, its margin in the run alone) of each answer that
     differs."""
     found = []
-    for a, b in zip(alone.answers, other.answers, strict=True):
+    for a, b in zip(alone, other, strict=True):
         pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
         at = next((i for i, (x, y) in pairs if x != y), None)
         if at is not None:
@@ -100,11 +94,11 @@ def main() -> int:
 
     def rows() -> Iterator[tuple[str, ...]]:
         nonlocal is_equal
-        alone: Answers | None = None
+        alone: list[Answer] = []
         for name, options in SETTINGS.items():
             with as_asked(args):
                 other = run(model, prompts, args.tokens, **options)
-            say(f"{name}: {other.seconds:.1f} s")
+            say(name)
             alone = alone or other
             apart = differences(alone, other)
             is_equal &= name != "again" or not apart
