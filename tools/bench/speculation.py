@@ -9,8 +9,8 @@ changed.  `patch`: every 20th token is replaced, or one is inserted before or re
 `json`: a schema forces about half of the answer; `unforced` is the engine that samples these tokens
 like others.  `new`: no part of the answer was there before.  `heads`: new text, and a trained head
 of random weights, a share of whose drafts are right (`--right`); a share of 0 shows what drafts
-that are not wanted cost.  Prints Markdown: tokens a second
-while all requests decode, median of the runs, and ratios; and the microseconds of a lookup.
+that are not wanted cost.  Prints Markdown: tokens a second while all requests decode, median of the
+runs, and ratios; and the microseconds of a lookup.
 """
 
 import argparse
