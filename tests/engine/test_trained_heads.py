@@ -1,20 +1,28 @@
 """Trained heads and draft models: their drafts are right, and change no token."""
 
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from metal.host import installed
+from tests.images.test_forward import requests
+from tests.support.images import seeing
 from tests.support.models import tiny_models as tiny
 from tests.support.models.trained_heads import NAMES, Head, write_head
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.model.drafter import with_drafter
-from vllm_metal_lite.model.loader import load
+from vllm_metal_lite.model.drafter import attach, with_drafter
+from vllm_metal_lite.model.loader import from_model, load
 from vllm_metal_lite.model.packed import body_of
+from vllm_metal_lite.model.trained_heads import new_head
+from vllm_metal_lite.prefix_disk import reader
+from vllm_metal_lite.prefix_disk.folder import Folder
+from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.speculation.speculator import Speculator
 
@@ -78,6 +86,7 @@ def test_drafts_equal_the_heads_own_forward(name, folders):
     for known, drafts in made:
         assert drafts == head.drafts(model.packed.model, known, len(drafts))
     assert {len(drafts) for _, drafts in made} >= {1, 3}
+    assert f"Drafts:    at most 3 a step by the head of {model.name}" in describe(engine)
     assert len(made) > 20
 
 
@@ -259,3 +268,46 @@ def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):
     engine.in_flight.speculator.share = 1.0  # drafts begin again
     assert tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True)) == [answers[0][:20]]
     assert engine.metrics()["draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_rows_change_no_token(bits, folders):
+    model, prompts = load(str(folders("glm4_moe"))), tiny.prompts(2, 20, 40, seed=4)
+    params = tiny.greedy(25, ignore_eos=True)
+    undrafted = LLMEngine(model, EngineConfig(**OPTIONS, kv_bits=bits, speculate="off"))
+    engine = drafting(model, share=0.8, kv_bits=bits)
+    assert tiny.answers(engine, prompts, params) == tiny.answers(undrafted, prompts, params)
+    assert engine.metrics()["draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_prefixes_from_the_disk_have_the_drafters_rows(name, folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Parts, "min_tokens", 8)
+    monkeypatch.setattr(reader, "_READ", 1e18)  # reading is preferred, whatever the speed here
+    monkeypatch.setattr(reader, "_MIN_ROWS", 8)
+    monkeypatch.setattr(Folder, "free_margin", 0)
+    model, prompt = load(str(folders(name))), tiny.prompts(1, 60, 60, seed=5)
+    made = []
+    for _ in range(2):
+        engine = drafting(model, prefix_disk_gib=1, block_size=8)
+        for _ in range(2):  # a prefix is kept when it is used again
+            assert tiny.answers(engine, prompt, tiny.greedy(8)) == tiny.all_alone(name, prompt, 8)
+        while engine.rest():
+            pass
+        engine.prefix_disk.writer.flush()
+        made.append(engine.in_flight.speculator.made)
+    assert engine.metrics()["prefix_disk_restored_tokens"] >= 48
+    assert made[0] == made[1]  # drafts behind restored rows are those behind computed ones
+
+
+def test_pictures_change_no_token():
+    prompts, params = requests("qwen3_5"), tiny.greedy(12, ignore_eos=True)
+    plain = tiny.answers(seeing.engine("qwen3_5"), prompts, params)
+    model = seeing.model_of("qwen3_5")
+    head = tiny.randomize(new_head(model.packed.model, model.config))
+    model = attach(model, from_model(head, None, model.config, "a head"))
+    with patch("vllm_metal_lite.images.eyes.attach", lambda *_: seeing.eyes_of("qwen3_5")):
+        engine = drafting(model, share=0.8, block_size=8, max_num_seqs=8)
+    assert tiny.answers(engine, prompts, params) == plain
+    assert engine.metrics()["draft_tokens"] > 10

@@ -14,8 +14,9 @@ from tests.support.models.configs import CONFIGS
 from tests.support.models.fused import Fused
 from tests.support.models.rounding import medians, of_16_bits, quantised_of_16_bits
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.joined_projections import JoinedProjection
 from vllm_metal_lite.fusion.launches import FusedLaunches
-from vllm_metal_lite.fusion.layers import JoinedProjection, fuse_layers
+from vllm_metal_lite.fusion.layers import fuse_layers
 from vllm_metal_lite.fusion.norms import Normed
 from vllm_metal_lite.fusion.products import Product
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of

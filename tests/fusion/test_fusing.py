@@ -25,13 +25,13 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.launches import FusedLaunches
-from vllm_metal_lite.fusion.layers import (
+from vllm_metal_lite.fusion.joined_projections import (
     JoinedPart,
     JoinedProjection,
     join_projections,
     joined_projections,
 )
+from vllm_metal_lite.fusion.launches import FusedLaunches
 from vllm_metal_lite.fusion.norms import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.arguments import Columns, RMSNorm, Rope

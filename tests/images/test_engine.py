@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from tools.demo_model.train_reader import COLOURS, draw
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.batch.pictures import PlacedPictures
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.images.eyes import attach
 from vllm_metal_lite.prefix_disk import folder, reader
 from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
@@ -288,6 +290,28 @@ def test_wrong_pictures_are_refused_in_one_line(data: Any, words: str) -> None:
 def test_a_model_without_eyes_says_so() -> None:
     with pytest.raises(RequestError, match="llama takes text only"):
         tiny.engine().add_request("r", WITH_A, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "gemma3n"}, "not served for gemma3n: its vision tower is a convolutional"),
+        (
+            {"model_type": "qwen3_vl", "vision_config": {"depth": "x"}},
+            "no key 'spatial_merge_size'",
+        ),
+    ],
+)
+def test_a_model_whose_tower_cannot_be_read_answers_text(
+    config: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is logged, and loading continues."""
+    model: Any = SimpleNamespace(name="m", folder=None, config={"vision_config": {}, **config})
+    with caplog.at_level("WARNING", "vllm_metal_lite"):
+        eyes = attach(model, 1)
+    assert eyes.reason.startswith("m takes no pictures here: ")
+    assert why in eyes.reason
+    assert eyes.reason in caplog.text
 
 
 def test_a_part_without_its_picture_is_refused() -> None:

@@ -20,7 +20,7 @@ from vllm_metal_lite.chat_formats.grammars import (
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SCALARS, SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.chat_formats.typed import value_of
+from vllm_metal_lite.chat_formats.typed_values import value_of
 
 
 def _value(reader: Reader, quote: str, types: Collection[str]) -> Reading[object]:

@@ -9,16 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_metal_lite.chat_formats.schema import (
-    Schema,
-    bare_text,
-    listed,
-    named_values,
-    properties_of,
-    types_of,
-    values_of,
-)
-from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.structured_outputs.json_schema import SchemaError
@@ -28,7 +18,7 @@ CallGrammar = Callable[[Sequence[Tool], ToolChoice, SpecialTokens, str], str]
 _NO_TOKENS: SpecialTokens = {}
 # The spaces that chat templates write.  So the next prompt repeats the model's tokens, and
 # separators need no sampling.
-_SPACES = {
+SPACES = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
 
@@ -68,7 +58,7 @@ def until(rule: str, mark: str, special: SpecialTokens) -> str:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a call's arguments: an object."""
-    return {"type": "object", **tool.held, **_SPACES}
+    return {"type": "object", **tool.held, **SPACES}
 
 
 # Makes the rule of a tool's call, and adds the rules that it needs to the lines.
@@ -164,114 +154,3 @@ def json_calls(
 
     names = "(?s:.*)" if quoted else bare_names(without)
     return calls_grammar(rule, names, start=start, **around)
-
-
-def parameter_calls(
-    *,
-    start: str,
-    head: str,
-    tail: str,
-    parameter: str,
-    parameter_end: str,
-    without: str = "",
-    **around: str,
-) -> CallGrammar:
-    """The grammar of calls with a parameter for each argument, in the order of the schema.
-
-    head and parameter have {} for a name; parameter may have a second one, for whether the value is
-    a string.  A string ends at the mark in `parameter_end`, as readers read it.  Other values are
-    JSON.  without: characters that no name has.  around: see `calls_grammar`.
-    """
-    end_mark = parameter_end.strip()
-    before_mark, *_ = parameter_end.partition(end_mark)
-
-    def rule(tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
-        rules = SchemaRules(lines, tool)
-
-        def text(limits: str) -> tuple[str, str]:
-            """A string as terminals, and the text after it."""
-            after = parameter_end
-            if limits != _ANY_TEXT and before_mark:  # which is no part of the string
-                limits = f"({limits}) {literal(before_mark)}"
-                after = after.removeprefix(before_mark)
-            without_mark = f"{limits} & {text_without(end_mark)}"
-            if end_mark in special:  # by its id; its letters are no part of the string either
-                return rules.add(without_mark, "T"), after
-            if limits != _ANY_TEXT:  # a mark before the limits are met would be the end
-                limits = without_mark
-            suffixed = rules.add(limits, "v", f"[suffix={literal(end_mark)}]")
-            return suffixed, after.partition(end_mark)[2]
-
-        def pair(whole: Schema, name: str, alternatives: list[Schema]) -> str:
-            place, after = f".properties.{name}", parameter_end
-            named = [schema for schema in alternatives if named_values(schema)]
-            others = [schema for schema in alternatives if schema not in named]
-            # Strings are written without quotes, so a value that may be a string is free text.
-            kinds = types_of(others)
-            is_text = bool(others) and (not kinds or "string" in kinds)
-            is_string = is_text or types_of(alternatives) == {"string"}
-            for schema in named:
-                rules.hold(schema, place)
-            if is_text:
-                value, after = text(_limits(rules, others, named, place))
-            else:
-                plain = [t for t in map(bare_text, values_of(named)) if end_mark not in t]
-                values = [rules.add(" | ".join(map(literal, plain)), "V")] if plain else []
-                if others:
-                    part = {"anyOf": others} if named else properties_of(whole)[name]
-                    part = rules.resolve.standalone(part)
-                    values.append(f"%json {json.dumps({**part, **_SPACES})}")
-                value = rules.add(" | ".join(values) or rules.refuse(place))
-            before = texts(parameter.format(name, str(is_string).lower()), special)
-            return rules.add(f"{before} {value} {texts(after, special)}")
-
-        def call(whole: Schema) -> str:
-            rules.hold(whole, "", "properties", "required", "additionalProperties")
-            parts = [texts(head.format(tool.name), special)]
-            for name, alternatives in rules.offered(whole, bare_names(without), "").items():
-                part = pair(whole, name, alternatives)
-                parts.append(part if name in listed(whole, "required") else f"{part}?")
-            return " ".join([*parts, texts(tail, special)])
-
-        return " | ".join(map(call, rules.arguments()))
-
-    return calls_grammar(rule, bare_names(without), start=start, **around)
-
-
-_ANY_TEXT = "/(?s:.*)/"
-
-
-def _limits(rules: SchemaRules, others: list[Schema], named: list[Schema], place: str) -> str:
-    """The terminal of a value that may be a string.
-
-    others, named: the alternatives of the value; those of `named` list their values.  If there are
-    several, a reader decides by the text which type the value has, so they must have no limits.
-    """
-    [schema, *more] = others
-    if schema.get("type") != "string" or more or named:
-        for schema in [] if {} in others else others:
-            rules.hold(schema, place)
-        if {} not in others and any(v is not None and type(v) is not str for v in values_of(named)):
-            rules.hold({"enum": [0], "pattern": ""}, place)
-        return _ANY_TEXT
-    pattern = _unanchored(str(schema.get("pattern", "")))
-    rules.hold(schema, place, "minLength", "maxLength", *(["pattern"] if pattern else []))
-    limits = [f"/{pattern}/"] if pattern and "pattern" in schema else []
-    if "minLength" in schema or "maxLength" in schema:
-        limits.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
-    return " & ".join(limits) or _ANY_TEXT
-
-
-def _unanchored(pattern: str) -> str:
-    """A regex for a whole text that contains `pattern`; "": it has anchors within."""
-    begin, end = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
-    body = pattern[begin : len(pattern) - end]
-    rest = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "", body)
-    while rest != (outer := re.sub(r"\([^()]*\)", "", rest)):
-        if re.search(r"[\^$]", rest):
-            return ""
-        rest = outer
-    if re.search(r"[\^$]", rest) or ("|" in rest and (begin or end)):
-        return ""
-    body = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", body).replace("\n", r"\n")
-    return f"{'' if begin else '(?s:.*)'}(?:{body}){'' if end else '(?s:.*)'}"

@@ -16,7 +16,7 @@ from vllm_metal_lite.chat_formats.grammars import SpecialTokens, bare_names, cal
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
 from vllm_metal_lite.chat_formats.tool import Tool
-from vllm_metal_lite.chat_formats.typed import CONSTANTS, python_value
+from vllm_metal_lite.chat_formats.typed_values import CONSTANTS, python_value
 
 # A parameter's name need not be Python's: `-A`, `a.b`, `class`, `two words`.
 _KEY = re.compile(r"""[^\n()\[\]{}'"]+""")

@@ -14,7 +14,7 @@ import re
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import THINK, ChatFormat, Thoughts
-from vllm_metal_lite.chat_formats.grammars import parameter_calls
+from vllm_metal_lite.chat_formats.parameter_rules import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
@@ -42,9 +42,9 @@ def _format(
     before_name, _, after_name = grammar["parameter"].partition("{}")
     tags = Tags(
         end=grammar["parameter_end"].strip(),
+        close=call_end,
         tag_start=before_name.partition(" ")[0],
         tag=f"{before_name}{{}}{after_name[0]}",
-        close=call_end,
         outer=(end, begin) if end else (),
         newlines=newlines,
     )
@@ -54,7 +54,7 @@ def _format(
         while (yield from reader.has(tags.tag_start)):
             key, is_string = yield from _name(reader)
             is_raw = raw[0] != "" and (yield from reader.begins(raw[0]))
-            around = Tags(raw[1], close=tags.end) if is_raw else tags
+            around = Tags(raw[1], tags.end) if is_raw else tags
             yield from read_typed(reader, calls, tool, key, around, is_string)
             if is_raw:
                 yield from reader.expect(tags.end)
@@ -110,7 +110,7 @@ def _glm(name: str, signs: tuple[str, ...], line_break: str, prefix: str = "") -
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
     value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
-    tags = Tags(value_end, key_start, f"{key_start}{{}}{key_end}", end)
+    tags = Tags(value_end, end, key_start, f"{key_start}{{}}{key_end}")
 
     def read(reader: Reader, calls: CallWriter) -> Reading[None]:
         name, found = yield from calls.name(key_start, end)
@@ -120,7 +120,7 @@ def _glm(name: str, signs: tuple[str, ...], line_break: str, prefix: str = "") -
             key, found = yield from reader.name(key_end, value_start)
             if found == key_end:  # models forget one of the two
                 yield from reader.has(value_start)
-            yield from read_typed(reader, calls, tool, key, tags)
+            yield from read_typed(reader, calls, tool, key, tags, None)
             more = yield from reader.has(key_start)
         if calls.names:
             yield from reader.expect(end)

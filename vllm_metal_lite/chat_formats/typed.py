@@ -1,21 +1,24 @@
-"""Arguments that a format writes as plain text; their types are those of the tool's schema."""
+"""Reads arguments that a format writes as plain text; their types are those of the tool's schema.
 
-import ast
-import json
+    <parameter=limit>3</parameter>           the number 3, or "3" if the schema has a string
+    <parameter=html></parameter></p>...      a value may hold the text that ends values
+
+So the question is where a value ends: `_held_end` answers where a grammar holds the answer,
+`_free_end` where a model may write anything.  typed_values.py makes a value of the text.
+"""
+
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from warnings import catch_warnings
 
 from vllm_metal_lite.chat_formats.calls import CallWriter
-from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads_or
+from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.schema import JSON_TYPES
 from vllm_metal_lite.chat_formats.tool import Tool
+from vllm_metal_lite.chat_formats.typed_values import is_json, value_of
 
 _JSON_START = re.compile(r"\s*[{\[](?!\s*')")  # Python's strings may have other quotes
-_NO_JSON = object()
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -23,32 +26,28 @@ _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 class Tags:
     """Tags around values.
 
-    end: the tag after a value.  tag_start: the start of every argument's tag.  tag: that tag, with
-    {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
+    end: the tag after a value.  close: ends the call; without tag_start, ends the argument.
+    tag_start: the start of every argument's tag; "" for a value between marks of its own.
+    tag: the whole tag, with {} for the argument's name.  outer: any of them may follow `close`.
     newlines: the format adds a line break before and after a string.
     """
 
     end: str
+    close: str
     tag_start: str = ""
     tag: str = ""
-    close: str = ""
     outer: tuple[str, ...] = ()
     newlines: bool = False
 
     @property
-    def stops(self) -> list[str]:
+    def marks(self) -> list[str]:
         """Where a value may end."""
         marks = {mark for mark in (self.end, self.tag_start, self.close) if mark}
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
 
 
 def read_typed(
-    reader: Reader,
-    calls: CallWriter,
-    tool: Tool,
-    name: str,
-    tags: Tags,
-    is_string: bool | None = None,
+    reader: Reader, calls: CallWriter, tool: Tool, name: str, tags: Tags, is_string: bool | None
 ) -> Reading[None]:
     """Read the argument `name` and its end.  Strings are passed on as they come.
 
@@ -94,11 +93,9 @@ def _value(
     *,
     is_held: bool,
 ) -> Reading[tuple[str, bool]]:
-    """Read the text of a value; also returns whether its end was written.
+    """Read the text of a value and its end; also returns whether the end was written.
 
-    If the end is forgotten, the value ends at the tag of a further argument (`others`), or at the
-    end of the call if the value is JSON or a tag of `outer` follows.  is_held: the value ends at
-    the first end that no string of JSON holds, as in the grammar.
+    others: the tags of arguments that may follow.  is_held: a grammar holds the answer.
     """
     parts: list[str] = []
 
@@ -106,41 +103,54 @@ def _value(
         parts.append(text)
         pass_on(text)
 
-    is_json, has_quotes = types != {"string"}, len(types) > 0 and "string" not in types
-    is_raw = not tags.tag_start
-    stops = [tags.end] if is_held and not is_raw else tags.stops
+    marks = [tags.end] if is_held and tags.tag_start else tags.marks
     while True:
-        stop = yield from reader.before(stops, keep)
-        if has_quotes and _ends_in_string("".join(parts)):
-            keep(reader.take(1))
-            continue
-        follower = tags.close if is_raw and stop == tags.end else ""
-        if is_held and (yield from reader.follows([follower], len(stop))) is not None:
-            reader.take(len(stop) * (stop == tags.end))
-            return "".join(parts), True
-        found = yield from reader.follows([tags.end, *others, *filter(None, [tags.close])])
-        text = "".join(parts)
-        is_complete = is_json and found is not None and _is_json(text)
-        if found == tags.end:
-            ends, is_last = yield from _ends(reader, tags)
-            count = ends.count(tags.end)
-            if not is_last:
-                found = ends
-            if not is_last or (count > 1 and _is_open(text, tags.end)):
-                count = int(is_complete)
-            for _ in range(count):  # some models double them
-                yield from reader.expect(tags.end)
-            if count:
-                return text, True
-        elif found is not None:
-            end_is_missing = found in others or is_complete
-            if tags.outer and not end_is_missing:
-                end_is_missing = (yield from reader.follows(tags.outer, len(found))) is not None
-            if end_is_missing:
-                if any(end in text for end in (tags.end, tags.close, *tags.outer) if end):
-                    raise Malformed  # the value ended before
-                return text, False
-        keep(reader.take(len(found or " ")))  # it is text
+        mark = yield from reader.before(marks, keep)
+        text, end = "".join(parts), None
+        if not _ends_in_string(text, types):
+            if is_held:
+                end = yield from _held_end(reader, tags, mark)
+            if end is None:
+                is_whole = types != {"string"} and is_json(text)
+                end = yield from _free_end(reader, tags, others, text, is_whole=is_whole)
+        if end is not None:
+            reader.take(len(end))
+            return text, is_held or end != ""
+        keep(reader.take(1))  # the mark is part of the value
+
+
+def _held_end(reader: Reader, tags: Tags, mark: str) -> Reading[str | None]:
+    """The end of the value at a mark, as the grammar has it; None: the grammar has no end here."""
+    if tags.tag_start:
+        return mark
+    if mark == tags.close:
+        return ""
+    return mark if (yield from reader.follows([tags.close], len(mark))) else None
+
+
+def _free_end(
+    reader: Reader, tags: Tags, others: Sequence[str], text: str, *, is_whole: bool
+) -> Reading[str | None]:
+    """The end of the value `text` at a mark, corrected where models go wrong: one end or more, ""
+    if the end was forgotten.  None: the value continues.
+
+    A value whose end was forgotten ends at the tag of another argument; at the end of the call only
+    if the value is whole JSON (is_whole), or if a tag of `outer` follows.
+    """
+    found = yield from reader.follows([tags.end, *others, tags.close])
+    if found is None:
+        return None
+    if found == tags.end:
+        ends, is_last = yield from _ends(reader, tags)
+        if is_last and not (ends.count(tags.end) > 1 and _is_open(text, tags.end)):
+            return ends  # some models double them
+        return tags.end if is_whole else None
+    is_over = is_whole or found in others
+    if not (is_over or (yield from reader.follows(tags.outer, len(found)))):
+        return None
+    if any(end in text for end in (tags.end, tags.close, *tags.outer)):
+        raise Malformed  # the value ended before
+    return ""
 
 
 def _ends(reader: Reader, tags: Tags) -> Reading[tuple[str, bool]]:
@@ -157,54 +167,8 @@ def _is_open(text: str, end: str) -> bool:
     return text.count(end.replace("</", "<", 1).rstrip(">")) > text.count(end)
 
 
-def _ends_in_string(text: str) -> bool:
-    """Whether a text is the beginning of a JSON object or list, and ends within a string."""
-    return _JSON_START.match(text) is not None and '"' in _STRING.sub("", text)
-
-
-def _is_json(text: str) -> bool:
-    return loads_or(_NO_JSON, text.strip()) is not _NO_JSON
-
-
-def value_of(text: str, types: Collection[str]) -> Any:
-    """A value of one of `types` (none: of any); text that does not fit stays a string."""
-    value = loads_or(_NO_JSON, text.strip())
-    if value is _NO_JSON:
-        value = _of_python(text.strip(), text)
-    kind = JSON_TYPES[type(value)]
-    fits = not types or kind in types or (kind == "integer" and "number" in types)
-    if fits and kind != "string":
-        return value
-    if "integer" in types and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return text  # a string is as written
-
-
-def _of_python(text: str, default: str) -> Any:
-    """A list, a dict or a constant as Python writes it."""
-    if text not in CONSTANTS and text[:1] not in ("{", "["):
-        return default
-    try:
-        return python_value(text)
-    except Malformed:
-        return default
-
-
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-CONSTANTS = "True", "False", "None", *_JSON_NAMES
-
-
-class _JsonNames(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def python_value(text: str) -> Any:
-    """The value of a Python literal with a JSON form, or of a JSON constant.  Raises Malformed."""
-    try:
-        with catch_warnings(action="ignore"):  # escapes that Python does not know cause warnings
-            tree = ast.parse(text, mode="eval")
-        value = ast.literal_eval(_JsonNames().visit(tree))
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise Malformed from None
+def _ends_in_string(text: str, types: Collection[str]) -> bool:
+    """Whether a text begins a JSON object or list, and ends within a string of it.  A value that
+    may be a string is text: its quotes mean nothing."""
+    is_text = not types or "string" in types
+    return not is_text and _JSON_START.match(text) is not None and '"' in _STRING.sub("", text)

@@ -37,6 +37,8 @@ def describe(engine: LLMEngine) -> Iterator[str]:
             f"States:    {size_text(slots * model.state_bytes)} of recurrent layers: "
             f"{seats} requests, {slots - seats} checkpoints"
         )
+    if model.drafter is not None and config.speculate == "auto":
+        yield f"Drafts:    at most {config.num_speculative_tokens} a step by {model.drafter.name}"
     if (kept := engine.prefix_disk.description) is not None:
         yield f"Prefixes:  {kept}"
     yield f"Attention: {engine.runner.attention.name} ({engine.runner.path.reason})"

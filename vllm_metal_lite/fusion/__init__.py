@@ -13,7 +13,8 @@ value.  Rules name operations, and a few functions of mlx-lm (launches.py), but 
     products.py, norms.py, heads.py, routing.py       origins and rules, by subject
     decide.py, tune.py    whether launches are fused: by a trial, and by timing
 
-When a model is loaded, layers.py changes it: its layers return arrays with origins, projections of
-one input are joined, and norms keep their computed weight.  launches.py has the result as a value,
-FusedLaunches.  context.py holds the step and the kernels of the forward that is being built.
+When a model is loaded, joined_projections.py and layers.py change it: projections of one input are
+joined, norms keep their computed weight, and layers return arrays with origins.  launches.py has
+the result as a value, FusedLaunches.  context.py holds the step and the kernels of the forward that
+is being built.
 """

@@ -81,10 +81,13 @@ def merge_heads(value: mx.array, x: Traced, *_: Any, **__: Any) -> mx.array:
     return as_view(x.origin.rows.reshape(len(x), -1), value.shape[:-1])
 
 
+# The arguments by which `transpose`, `swapaxes` and `expand_dims` move or make an axis of length 1.
+_MOVES = (0, 2, 1, 3), ((0, 2, 1, 3),), (1, 2), (2, 1), (1,)
+
+
 def keep_layout(value: mx.array, x: Traced, *axes: Any, **axis: Any) -> mx.array:
-    """The operation moves, or makes, an axis of length 1."""
-    same = (*axes, *axis.values()) in ((0, 2, 1, 3), ((0, 2, 1, 3),), (1, 2), (2, 1), (1,))
-    return Traced(value, x.origin) if same else value
+    """The memory layout stays, so the origin does."""
+    return Traced(value, x.origin) if (*axes, *axis.values()) in _MOVES else value
 
 
 def split_columns(

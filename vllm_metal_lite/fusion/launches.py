@@ -10,13 +10,12 @@ from mlx_lm.models import activations, gemma3_text
 from vllm_metal_lite.attention.base import DeviceBatch
 from vllm_metal_lite.fusion.context import NO_ROWS, FusedKernels, fusing
 from vllm_metal_lite.fusion.heads import FusedLayerCache
-from vllm_metal_lite.fusion.layers import (
+from vllm_metal_lite.fusion.joined_projections import (
     JoinedProjection,
-    fold_norm_weights,
-    fuse_layers,
     join_projections,
     joined_projections,
 )
+from vllm_metal_lite.fusion.layers import fold_norm_weights, fuse_layers
 from vllm_metal_lite.fusion.routing import compiled_routers, run_uncompiled
 from vllm_metal_lite.fusion.rule_table import hooks
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS

@@ -1,14 +1,16 @@
 """Origins and rules of a router: scores, choice and weights in one launch of `expert_topk`, however
-a model writes them:
+a model writes them.  A softmax router, the origin of each array, and the launches:
 
     scores = mx.softmax(logits, axis=-1, precise=True)           RouterScores
-    inds = mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]    Partition, then Choice
-    weights = mx.take_along_axis(scores, inds, axis=-1)          RouterWeights
-    weights /= weights.sum(axis=-1, keepdims=True)               RouterWeights, of Total
+    parted = mx.argpartition(scores, kth=-k, axis=-1)            Partition
+    inds = parted[..., -k:]                                      Choice           1: experts
+    weights = mx.take_along_axis(scores, inds, axis=-1)          RouterWeights    of 1
+    sums = weights.sum(axis=-1, keepdims=True)                   Total
+    weights /= sums                                              RouterWeights    2: both
 
-The Choice launches the kernel, since no rule may follow.  Each rule behind it launches again, with
-more of the work (`RouterWeights.relaunch`).  MLX runs only the last of these launches
-(rule_table.py).
+The model may use `inds` in any way, so the choice is launched at once.  A rule that adds work to
+the weights launches all of it again (`relaunch`), and `inds` becomes a result of this launch too.
+Now nothing uses launch 1, so MLX never runs it.
 """
 
 from dataclasses import dataclass, replace
@@ -30,8 +32,11 @@ _COMPILED = type(mx.compile(lambda: None))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterScores:
-    """Scores of logits (N, experts), in `dtype`.  bias: (experts,), is added to the scores; the
-    sums have sum_dtype."""
+    """Scores of logits (N, experts), in `dtype`.
+
+    bias: (experts,), is added to the scores; the sums have sum_dtype.  negated: the array that the
+    model holds is minus the scores, so the best experts come first.
+    """
 
     logits: mx.array
     scoring: Scoring
@@ -58,15 +63,19 @@ class RouterScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """Indices of scores as `argpartition` orders them: on a GPU, as the kernel does."""
+    """Indices of scores as `argpartition` orders them: on a GPU, as the kernel does.
+
+    late: the top_k best experts are the last ones; otherwise the first ones.
+    """
 
     scores: RouterScores
-    kth: int
+    top_k: int
+    late: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The chosen experts of rows.  weights: their scores (N, top_k), from the same launch."""
+    """The chosen experts of rows (N, top_k).  weights: their scores, from the same launch."""
 
     scores: RouterScores
     top_k: int
@@ -76,7 +85,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterWeights:
-    """Weights of the experts that `indices` holds, whose origin is a Choice."""
+    """Weights of chosen experts.
+
+    indices: the experts, whose origin is a Choice.  routing: all that the weights' launch does.
+    """
 
     indices: Traced
     routing: Routing
@@ -87,9 +99,10 @@ class RouterWeights:
         return (self.routing.weights, self.routing.factor) == ("scores", 1)
 
     def relaunch(self, value: mx.array, **changes: Any) -> mx.array:
-        """`value` from a launch that does more: it chooses the same experts in the same order."""
+        """`value` from a launch that also does `changes` (fields of Routing).  It chooses the same
+        experts in the same order."""
         choice, routing = self.indices.origin, self.routing._replace(**changes)
-        if choice is None:  # the indices were changed in place
+        if choice is None:  # the model has changed the indices in place
             return value
         indices, weights = choice.scores.launch(choice.top_k, routing)
         self.indices.become(as_view(indices, self.indices.shape[:-1], choice))
@@ -172,21 +185,20 @@ def add_bias(value: mx.array, x: Traced, bias: Any) -> mx.array:
 
 
 def partition(value: mx.array, x: mx.array, kth: int, axis: Any = -1, **_: Any) -> mx.array:
-    scores = scores_of(x)
-    # A kth from the other end cuts out the lowest scores.
-    if scores is None or axis not in (-1, x.ndim - 1) or (kth >= 0) != scores.negated:
+    scores, late = scores_of(x), kth < 0
+    # The end that kth cuts off has the lowest scores if it is the last of negated ones, or the
+    # first of others.
+    if scores is None or axis not in (-1, x.ndim - 1) or late == scores.negated:
         return value
-    return Traced(value, Partition(scores, kth))
+    return Traced(value, Partition(scores, -kth if late else kth + 1, late))
 
 
 def choose(value: mx.array, x: Traced, key: Any) -> mx.array:
     """The model takes the end of a partition that holds the highest scores."""
-    scores, kth = x.origin.scores, x.origin.kth
-    late = not scores.negated
-    top_k = -kth if late else kth + 1
-    end = (slice(-top_k, None),) if late else (slice(None, top_k), slice(0, top_k))
-    whole = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis and key[1] in end
-    if not whole or not serves(scores.logits, top_k):
+    scores, top_k, late = x.origin.scores, x.origin.top_k, x.origin.late
+    ends = (slice(-top_k, None),) if late else (slice(None, top_k), slice(0, top_k))
+    is_end = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis and key[1] in ends
+    if not is_end or not serves(scores.logits, top_k):
         return value
     routing = Routing(scores.scoring, late)
     indices, weights = scores.launch(top_k, routing)
@@ -194,6 +206,7 @@ def choose(value: mx.array, x: Traced, key: Any) -> mx.array:
 
 
 def keep(value: mx.array, x: Traced, **_: Any) -> mx.array:
+    """`stop_gradient` changes nothing, since nobody asks for gradients."""
     return x
 
 

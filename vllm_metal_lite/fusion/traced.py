@@ -1,4 +1,11 @@
-"""Arrays that record their origin.  The rules for operations on them are in rule_table.py."""
+"""Arrays that remember their origin.
+
+    q = q_proj(x)       a Traced: its value is MLX's product, which MLX has not computed yet;
+                        its origin is a Product, by which a rule can ask for more than the product
+    q = mx.exp(q)       an mx.array: no rule knows this operation, so the origin is lost
+
+The rules are in rule_table.py.  A change in place drops the origin, too (tracked_columns.py).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +21,10 @@ Function = Callable[..., Any]
 
 
 class Traced(ColumnsOf):
-    """An array with a lazy value like any other, and its origin, if known: the inputs from which a
-    larger launch can compute this array, or the operation after it.
+    """An array that a model uses as any other.
 
+    origin: the inputs from which a larger launch can compute this array, or also the operation
+    after it; None if unknown.
     rows: (N, K), if the array is a view of them as (.., K).  Models use the view, kernels the rows.
     """
 
@@ -25,8 +33,8 @@ class Traced(ColumnsOf):
         self.rows = rows
 
     def become(self, other: "Traced") -> None:
-        """Take the value and the origin of the same array from a larger launch (rule_table.py), or
-        of this array after a change in place."""
+        """Take the value and the origin of `other`: the same array from a larger launch
+        (rule_table.py), or this array after a change in place."""
         self.set_value(other)
         self.origin, self.rows = other.origin, other.rows
 

@@ -38,6 +38,8 @@ NAME_BYTES = 1 << 20
 FEATURE_BYTES = 256 << 20
 # Bytes of prepared pictures that a server's engine keeps, so that a turn need not send them again.
 SENT_BYTES = 128 << 20
+# Sizes that give more tiles, or more rows of Gemma 4, than a square: 4 x 3, 10 x 7 and 5 x 2.
+_LARGEST = (2308, 1731), (2390, 1673), (3160, 1264)
 
 
 class ByBytes(Generic[T]):
@@ -115,12 +117,13 @@ class Processor:
 
     @property
     def most_patches(self) -> int:
-        """Those of the largest picture that a request may have, a square."""
+        """Those of the largest picture that a request may have, with all of its tiles."""
         side = math.isqrt(MAX_PIXELS)
         if self.family.rotates_by_grid:  # such a picture keeps its size, so preparing it is slow
             return int(self._processor.get_number_of_image_patches(side, side, {}))
-        black = Picture(np.zeros((side, side, 3), np.uint8), b"")
-        return len(preprocess(self.family, self._processor, black).patches)
+        sizes = [(side, side), *_LARGEST]
+        black = (Picture(np.zeros((*size, 3), np.uint8), b"") for size in sizes)
+        return max(len(preprocess(self.family, self._processor, p).patches) for p in black)
 
     @property
     def scale_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
@@ -189,20 +192,17 @@ def too_many(most: int, count: int) -> str:
 
 def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
     """The eyes of a model, or the reason why it takes no pictures, which is logged once if the
-    model's files have a tower that does not load.
+    model has a tower.
 
     max_pictures: the most of one prompt; 0: the tower is not loaded.
     """
     name, folder = model.name, model.folder
     try:
         family = find_family(model.config)
-    except RequestError as e:
-        return NoEyes(f"{name} takes no pictures here: {e}")
-    if family is None:
-        return NoEyes(f"{name} takes text only")
-    if not max_pictures:
-        return NoEyes(f"{name} takes no pictures here: limit_mm_per_prompt is 0")
-    try:
+        if family is None:
+            return NoEyes(f"{name} takes text only")
+        if not max_pictures:
+            return NoEyes(f"{name} takes no pictures here: limit_mm_per_prompt is 0")
         if folder is None or model.ranks.size > 1 or model.packed.mode is not Mode.PACKED:
             raise ValueError("it is divided, loaded without its files, or not packed")
         tower = read_tower(family, folder, model.config)
@@ -210,14 +210,14 @@ def attach(model: LoadedModel, max_pictures: int) -> NoEyes:
         processor = Processor(family, folder)
         eyes = Eyes(processor, tower, max_pictures)
         eyes.peak_bytes = peak_bytes(tower, processor.most_patches)
+        if family.rotates_by_grid:
+            sections = rotary_sections(model.config)
+            model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     except Exception as e:  # files of others fail in any way
         reason = f"{name} takes no pictures here: {one_line(e)}"
         logger.warning(reason)
         return NoEyes(reason)
     model.packed.spans = family.sees_whole_picture
-    if family.rotates_by_grid:
-        sections = rotary_sections(model.config)
-        model.packed.axis_of_frequency = axis_of_frequency(sections, family.rotates_in_turns)
     return eyes
 
 

@@ -5,6 +5,7 @@ that replaces the picture in a prompt, and says how its rows are rotated and wha
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def find_family(config: Config) -> Family | None:
     """The family of a model, or None for a model without a vision tower.  Raises RequestError, with
     the reason, for a model whose pictures are not served."""
     kind = str(config.get("model_type")).replace("-", "_")
-    if not has_tower(config):
+    if not isinstance(config.get("vision_config"), Mapping):
         return None
     tower = config["vision_config"].get("model_type")
     if kind == "llava" and tower != "pixtral":
@@ -40,13 +41,10 @@ def find_family(config: Config) -> Family | None:
     if kind not in _FAMILIES:
         reason = NOT_SERVED.get(kind, "its vision tower is not built here")
         raise RequestError(f"pictures are not served for {kind}: {reason}")
-    if config.get("image_token_id") is None and "image_token_index" in config:  # its older name
-        config = {**config, "image_token_id": config["image_token_index"]}
-    return _FAMILIES[kind](completed(config))
-
-
-def has_tower(config: Config) -> bool:
-    return isinstance(config.get("vision_config"), Mapping)
+    full, names = completed(config), ("image_token_id", "image_token_index")  # new and old
+    tokens = [of[name] for of in (config, full) for name in names if of.get(name) is not None]
+    full["image_token_id"] = tokens[0] if tokens else None
+    return _FAMILIES[kind](full)
 
 
 def preprocess(family: Family, processor: Any, picture: Picture) -> Prepared:
@@ -72,10 +70,19 @@ def preprocess(family: Family, processor: Any, picture: Picture) -> Prepared:
 # Families
 
 
-def _qwen(config: Config, tower: type[Tower] = QwenTower, kind: str = "Qwen2VL") -> Family:
-    merge, frames = (
-        config["vision_config"][f"{x}_size"] for x in ("spatial_merge", "temporal_patch")
-    )
+def text_of_rows(token: str, before: str = "", after: str = "") -> Callable[[Prepared], str]:
+    """The text of pictures whose rows follow one another."""
+    return lambda prepared: f"{before}{token * prepared.num_rows}{after}"
+
+
+def _qwen(
+    config: Config,
+    tower: type[Tower] = QwenTower,
+    token: str = "<|image_pad|>",
+    processor: str = "Qwen2VLImageProcessorPil",
+) -> Family:
+    vision = config["vision_config"]
+    merge, frames = vision["spatial_merge_size"], vision["temporal_patch_size"]
 
     def prepare(found: Mapping[str, np.ndarray]) -> Prepared:
         _, height, width = found["image_grid_thw"][0].tolist()
@@ -84,50 +91,37 @@ def _qwen(config: Config, tower: type[Tower] = QwenTower, kind: str = "Qwen2VL")
         patches = found["pixel_values"].reshape(height * width, 3, frames, -1)[:, :, 0]
         return Prepared(patches.reshape(height * width, -1), (height, width), merged)
 
-    token = "<|image_pad|>" if kind == "Qwen2VL" else "<|image|>"
-
-    def text_of(prepared: Prepared) -> str:
-        return token * prepared.num_rows
-
     return Family(
         tower,
         token,
         config["image_token_id"],
-        f"{kind}ImageProcessorPil",
+        processor,
         prepare,
-        text_of,
+        text_of_rows(token),
         rotates_by_grid=True,
         rotates_in_turns=tower is QwenTower,
     )
 
 
-def _qwen2(config: Config) -> Family:
-    return _qwen(config, Qwen2Tower)
-
-
-def _glm(config: Config) -> Family:
-    return _qwen(config, GlmTower, "Glm4v")
+_qwen2 = partial(_qwen, tower=Qwen2Tower)
+_glm = partial(_qwen, tower=GlmTower, token="<|image|>", processor="Glm4vImageProcessorPil")
 
 
 def _gemma3(config: Config) -> Family:
     patch = config["vision_config"]["patch_size"]
-    rows = config.get("mm_tokens_per_image", 256)
-    side = int(rows**0.5)
+    side = int(config.get("mm_tokens_per_image", 256) ** 0.5)
 
     def prepare(found: Mapping[str, np.ndarray]) -> Prepared:
         patches, grid = cut(found["pixel_values"][0], patch)
         return Prepared(patches, grid, (side, side))
 
-    def text_of(prepared: Prepared) -> str:
-        return f"\n\n<start_of_image>{'<image_soft_token>' * rows}<end_of_image>\n\n"
-
     return Family(
         Gemma3Tower,
         "<start_of_image>",
-        config.get("image_token_id", 262144),
+        config["image_token_id"],
         "Gemma3ImageProcessorPil",
         prepare,
-        text_of,
+        text_of_rows("<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
         sees_whole_picture="all",
         # mlx-lm rounds it to bfloat16.
         embed_scale=float(
@@ -150,7 +144,7 @@ def _pixtral(config: Config) -> Family:
     return Family(
         PixtralTower,
         "[IMG]",
-        config.get("image_token_id", 10),
+        config["image_token_id"],
         "PixtralImageProcessorPil",
         prepare,
         text_of,
@@ -172,25 +166,20 @@ def _gemma4(config: Config, tower: type[Tower] = Gemma4Tower) -> Family:
             return Prepared(_join(patches, (height, width), k), merged, merged)
         return Prepared(patches, (height, width), merged)
 
-    def text_of(prepared: Prepared) -> str:
-        height, width = prepared.merged
-        return f"<|image>{'<|image|>' * (height * width)}<image|>"
-
     return Family(
         tower,
         "<|image|>",
-        config.get("image_token_id", 258880),
+        config["image_token_id"],
         "Gemma4ImageProcessorPil",
         prepare,
-        text_of,
+        text_of_rows("<|image|>", "<|image>", "<image|>"),
         sees_whole_picture="sliding" if sees else "",
         embed_scale=config["text_config"]["hidden_size"] ** 0.5,
         channels_last=True,
     )
 
 
-def _gemma4_unified(config: Config) -> Family:
-    return _gemma4(config, Gemma4Embedder)
+_gemma4_unified = partial(_gemma4, tower=Gemma4Embedder)
 
 
 def _idefics(config: Config) -> Family:
@@ -213,7 +202,7 @@ def _idefics(config: Config) -> Family:
     return Family(
         IdeficsTower,
         "<image>",
-        config.get("image_token_id", 49190),
+        config["image_token_id"],
         f"{'SmolVLM' if config['model_type'] == 'smolvlm' else 'Idefics3'}ImageProcessorPil",
         prepare,
         text_of,
@@ -239,7 +228,7 @@ def _lfm2(config: Config) -> Family:
     return Family(
         Lfm2Tower,
         "<image>",
-        config.get("image_token_id", 396),
+        config["image_token_id"],
         "Lfm2VlImageProcessorPil",
         prepare,
         text_of,
@@ -248,24 +237,20 @@ def _lfm2(config: Config) -> Family:
 
 def _intern(config: Config) -> Family:
     patch, factor = config["vision_config"]["patch_size"], round(1 / config["downsample_ratio"])
+    side = patch if isinstance(patch, int) else patch[0]
 
     def prepare(found: Mapping[str, np.ndarray]) -> Prepared:
         views = found["pixel_values"]
         # The last view is the whole picture.
-        return tiled(
-            views, patch if isinstance(patch, int) else patch[0], factor, (1, len(views) - 1)
-        )
-
-    def text_of(prepared: Prepared) -> str:
-        return f"<img>{'<IMG_CONTEXT>' * prepared.num_rows}</img>"
+        return tiled(views, side, factor, (1, len(views) - 1))
 
     return Family(
         InternTower,
         "<IMG_CONTEXT>",
-        config.get("image_token_id", 151667),
+        config["image_token_id"],
         "GotOcr2ImageProcessorPil",
         prepare,
-        text_of,
+        text_of_rows("<IMG_CONTEXT>", "<img>", "</img>"),
         options={"crop_to_patches": True},
     )
 

@@ -1,5 +1,6 @@
 """The peak memory of a vision tower, estimated from its shapes for the plan of memory."""
 
+import math
 from typing import Any
 
 import mlx.nn as nn
@@ -15,13 +16,13 @@ from vllm_metal_lite.images.towers import Tower
 _OF_HEADS, _OF_PRODUCTS = 20, 2
 # The same of a picture's values, in float32.  Measured: 9.6.
 _OF_VALUES = 10
-# Tiles whose scores are in memory at once, as in runner/step_peak.py.
+# Tiles whose scores are in memory at once, as in runner/step_peak.py; one more if masks are put on.
 _TILES_AT_ONCE = 3
 
 
 def peak_bytes(tower: Tower, num_patches: int) -> int:
     """The bytes that a picture of num_patches needs beyond the tower's weights."""
-    item, scores = tower.dtype.size, 0
+    item, scores, num_rows = tower.dtype.size, 0, math.ceil(num_patches * tower.fill)
     of_patch = 4 * _OF_VALUES * _num_inputs(tower.embed)
     encoder = tower.get("encoder")
     if isinstance(encoder, Encoder) and encoder.layers:
@@ -32,9 +33,9 @@ def peak_bytes(tower: Tower, num_patches: int) -> int:
         of_heads = _OF_HEADS * (item + 4) * heads * head_dim
         of_patch = max(of_patch, of_products, of_heads)
         if unfused(heads, padded_width(head_dim), None) is not None:
-            most = _TILES_AT_ONCE * profile().max_scores
-            scores = item * min(heads * num_patches**2, most)
-    return num_patches * of_patch + scores
+            most = (_TILES_AT_ONCE + (tower.fill > 1)) * profile().max_scores
+            scores = item * min(heads * num_rows**2, most)
+    return num_rows * of_patch + scores
 
 
 def _num_inputs(layer: Any) -> int:

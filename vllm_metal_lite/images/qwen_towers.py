@@ -112,6 +112,8 @@ class Qwen2Tower(Tower):
             # In rows of the language model.
             self.window = vision["window_size"] // self.merge // patch
             self.whole = set(vision["fullatt_block_indexes"])
+            # The narrowest large picture, 200 to 1, has 9 rows: three windows of 4.
+            self.fill = 4 / 3
         else:
             size, out, self.window = vision["embed_dim"], vision["hidden_size"], 0
             vision = {**vision, "hidden_size": size}

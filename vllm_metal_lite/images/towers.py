@@ -27,11 +27,13 @@ class Tower(nn.Module):
 
     prefixes, projector: where a checkpoint has the names of the tower, and of the part that leads
     to the language model.  names: regular expressions that turn these names into those here.
+    fill: how many rows of the tower a patch of a large picture takes at most.
     """
 
     prefixes: tuple[str, ...] = ()
     projector: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...] = ()
+    fill = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__()

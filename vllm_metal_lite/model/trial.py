@@ -175,7 +175,11 @@ def built_steps(
 
 
 class Trial:
-    """Compares modes of a packed model with the model itself, whose logits it keeps."""
+    """Compares modes of a packed model with the model itself, whose logits it keeps.
+
+    A mode fits if no row is farther away than a limit.  It also fits if rows of no kind are farther
+    away than noise explains, and, with exact weights, no row is far beyond the worst noise.
+    """
 
     def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
         self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))
@@ -204,12 +208,13 @@ class Trial:
                     errors[row.kind].append(row.error)
                     noise[row.kind].append(draw.noise[row.request][row.position])
             shares = {kind: _share_beyond(errors[kind], noise[kind]) for kind in errors}
+            kind = max(shares, key=shares.__getitem__)
+            is_rounding = shares[kind] <= 0.5
             most = max(np.max(n) for n in noise.values())
             is_close = not self._exact or worst <= _EXACT_LIMIT + _WORST * most
-            if is_close and max(shares.values()) <= 0.5:
+            if is_rounding and is_close:
                 return None
-        kind = max(shares, key=shares.__getitem__)
-        if shares[kind] <= 0.5:
+        if is_rounding:
             text = f"a row of its packed logits is {worst:.2g} of their spread away from mlx-lm's"
             return f"{text} own, whose own chunks differ by at most {most:.2g}"
         return (

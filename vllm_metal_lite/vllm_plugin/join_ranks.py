@@ -1,7 +1,13 @@
 """Joins vLLM's workers into the ranks of one model.
 
-The ranks meet in a store of torch's that rank 0 keeps.  There rank 0 says how all are connected,
-and each rank says its name and addresses, or why it cannot start.  Then MLX connects them.
+The ranks meet in a store of torch's that rank 0 keeps.  A reader of a key waits for its value:
+
+    key           set by      value
+    links         rank 0      the number of ranks, and how they are connected
+    0, 1, ...     that rank   its name and its addresses
+
+A rank that cannot start sets every key to the reason, so all ranks fail with this reason.  With all
+values read, MLX connects the ranks.
 """
 
 import json

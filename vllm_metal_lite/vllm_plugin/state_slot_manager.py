@@ -2,9 +2,11 @@
 
 vLLM's block manager takes the ids of state blocks and of K and V blocks from one pool, so that each
 id means one page of bytes.  A state is as large as the K and V of hundreds of tokens, so vLLM
-makes all blocks that long.  Here the states' ids come from a second pool: block `id` is slot
-`id - 1` of the `StateStore` (block 0 is vLLM's null block).  Blocks of K and V stay small, and we
-choose the number of slots.
+makes all blocks that long.  Here the states' ids come from a second pool, so blocks of K and V stay
+small, and we choose the number of slots:
+
+    id of a state's block     0                    1   2   3  ...  num_slots
+    slot of the StateStore    vLLM's null block    0   1   2  ...  num_slots - 1
 
 Runs in the scheduler's process too, so it never imports MLX.
 """
@@ -62,7 +64,11 @@ class StateSlotManager(MambaManager):
     """vLLM's manager of aligned states, over a pool of `num_slots` blocks.
 
     vLLM retains states at the end of a prompt, and of a prefix that two prompts share.  Here each
-    request also retains its last state at a block's end, from which the next turn continues.
+    request also retains its latest state at a block's end, from which the next turn continues.
+    With blocks of 4, a prompt of 10 tokens and an answer of 7:
+
+        tokens computed      10      12        16
+        retained states      8       8, 12     8, 16       16 takes the place of 12
     """
 
     def __init__(self, kv_cache_spec: StateSlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:
@@ -72,8 +78,9 @@ class StateSlotManager(MambaManager):
             kv_cache_spec.num_slots + 1, self.enable_caching, block_pool.hash_block_size
         )
         self._null_block = self.block_pool.null_block
-        # By request: the block of its last state, with its name, unless vLLM retains it anyway.
-        self._last: dict[str, tuple[KVCacheBlock, Any]] = {}
+        # By request: the block of its latest state and the block's name, unless vLLM itself
+        # retains this state.
+        self._latest: dict[str, tuple[KVCacheBlock, Any]] = {}
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
         """0, since states use no shared blocks; more blocks than exist if too few slots are free.
@@ -96,27 +103,27 @@ class StateSlotManager(MambaManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        # num_tokens is a multiple of the size of a block.
-        req_id, size, boundaries = request.request_id, self.block_size, list(replay_boundaries)
-        before = self.num_cached_block.get(req_id, 0)
+        """Name the blocks up to num_tokens, a multiple of the size of a block."""
+        req_id, boundaries = request.request_id, [*replay_boundaries]
+        before = self.num_cached_block.get(req_id)
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=[*boundaries, num_tokens]
         )
-        if retention_interval is None or self.num_cached_block.get(req_id, 0) == before:
-            return
-        block = self.req_to_blocks[req_id][num_tokens // size - 1]
+        if retention_interval is None or self.num_cached_block.get(req_id) == before:
+            return  # vLLM retains all states, or no block is new
+        block = self.req_to_blocks[req_id][num_tokens // self.block_size - 1]
         if block.block_hash is None:  # the null block: no state was kept here
             return
-        self._forget(*self._last.pop(req_id, (self._null_block, None)))
-        retained = {boundary // size * size for boundary in boundaries}
-        if retention_interval and num_tokens % retention_interval == 0:
-            retained.add(num_tokens)
-        if num_tokens not in retained | {request.shared_prefix_boundary}:
-            self._last[req_id] = block, block.block_hash
+        self._forget_latest(req_id)
+        boundaries = [position // self.block_size * self.block_size for position in boundaries]
+        at_interval = retention_interval > 0 and num_tokens % retention_interval == 0
+        if not at_interval and num_tokens not in [*boundaries, request.shared_prefix_boundary]:
+            self._latest[req_id] = block, block.block_hash
 
-    def _forget(self, block: KVCacheBlock, name: Any) -> None:
-        """Take a block's name away, so that the block is the next to be used."""
-        if name is None or block.block_hash != name:
+    def _forget_latest(self, req_id: str) -> None:
+        """Take the name of a request's latest state away, so that its block is used next."""
+        block, name = self._latest.pop(req_id, (self._null_block, None))
+        if name is None or block.block_hash != name:  # the block has gone to others
             return
         self.block_pool.evict_blocks({block.block_id})
         if block.ref_cnt == 0:
@@ -124,7 +131,7 @@ class StateSlotManager(MambaManager):
             self.block_pool.free_block_queue.prepend_n([block])
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self._last.pop(request_id, None)
+        self._latest.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
 

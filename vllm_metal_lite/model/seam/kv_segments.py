@@ -54,26 +54,26 @@ def rebuild(
     native = copy.copy(template)
     kind: Any = type(template)
     native.__class__ = _noting(kind)
-    spec = store.specs[layer]
+    spec, stored = store.specs[layer], (store.keys[layer], store.values[layer])
     native.rows = spec.k_row, spec.v_row
-    if seqs.start:
-        key = seqs.index, store.group_of[layer], _reach(template)
-        if key not in steps.contexts:
-            steps.contexts[key] = _context(steps, seqs, *key[1:])
-        slots, order = steps.contexts[key]
-        count = slots.size
-        stored = (store.keys[layer], spec.k_row), (store.values[layer], spec.v_row)
-        context = [_gather(rows, row, slots) for rows, row in stored]
-        if order is not None and earlier:
-            joined = (mx.concatenate(list(parts), axis=2) for parts in zip(*earlier, strict=True))
-            for i, (row, new) in enumerate(zip(native.rows, joined, strict=True)):
-                context[i] = mx.concatenate([context[i], row.rounded(new)], axis=2)[:, :, order]
-        native.keys, native.values = context
-        native.offset = seqs.start
-        if isinstance(native, RotatingKVCache):
-            native._idx = count
-        elif isinstance(native, ChunkedKVCache):
-            native.start_position = seqs.start - count
+    if not seqs.start:
+        return native
+    group, reach = store.group_of[layer], _reach(template)
+    key = seqs.index, group, reach
+    if key not in steps.contexts:
+        steps.contexts[key] = _context(steps, seqs, group, reach)
+    slots, order = steps.contexts[key]
+    context = [_gather(rows, row, slots) for rows, row in zip(stored, native.rows, strict=True)]
+    if order is not None and earlier:
+        for i, row in enumerate(native.rows):
+            new = row.rounded(mx.concatenate([written[i] for written in earlier], axis=2))
+            context[i] = mx.concatenate([context[i], new], axis=2)[:, :, order]
+    native.keys, native.values = context
+    native.offset = seqs.start
+    if isinstance(native, RotatingKVCache):
+        native._idx = slots.size
+    elif isinstance(native, ChunkedKVCache):
+        native.start_position = seqs.start - slots.size
     return native
 
 
