@@ -1,27 +1,15 @@
 """Pictures on the command line, with a tiny model that reads digits."""
 
 import base64
-import io
 import json
-import random
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
+from tests.support.images.drawn import DIGIT, READER, png
 from tests.support.server.cli_kit import Typist, model_folder
-from tools.demo_model.train_reader import draw
 from vllm_metal_lite.cli.files import first_word, is_dropped
 from vllm_metal_lite.cli.main import main
-
-READER = Path(__file__).parent.parent / "support/images/reader"
-QUESTION = "Which digit is this?"
-
-
-def png(digit: int, colour: str = "blue") -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(draw(digit, colour, random.Random(1))).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -52,16 +40,16 @@ def test_a_conversation_about_pictures(typist, tmp_path):
         me.type(line)
         return me.wait(">>> ")
 
-    assert "It is a 7." in said(f"/image '{tmp_path}/My 7.png' {QUESTION}")
+    assert "It is a 7." in said(f"/image '{tmp_path}/My 7.png' {DIGIT}")
     later = said("Which colour is it?")
     assert "It is blue." in later  # the turn still has the picture
     assert " 0 of them cached" not in later
 
     for line, why in (
         ("/image", "error: /image needs the path of a picture"),
-        (f"/image ~/none.png {QUESTION}", "error: there is no file '~/none.png'"),
-        (f"/image {tmp_path} {QUESTION}", "error: there is no file"),
-        (f"/image ~/damaged.png {QUESTION}", "error: the picture of 100 bytes cannot be decoded"),
+        (f"/image ~/none.png {DIGIT}", "error: there is no file '~/none.png'"),
+        (f"/image {tmp_path} {DIGIT}", "error: there is no file"),
+        (f"/image ~/damaged.png {DIGIT}", "error: the picture of 100 bytes cannot be decoded"),
     ):
         refused = said(line)
         assert why in refused
@@ -72,10 +60,10 @@ def test_a_conversation_about_pictures(typist, tmp_path):
     assert "The picture goes with your next message" in said("/image ~/three.png")
     assert "The pictures go with your next message" in said("/image ~/three.png")
     assert "No picture waits" in said("/image -")
-    assert "see no picture" in said(QUESTION)
+    assert "see no picture" in said(DIGIT)
     said("/reset")
     said(f"{tmp_path}/My\\ 7.png ".replace("My\\ 7", "three"))  # dropped on the terminal
-    assert "It is a 3." in said(QUESTION)
+    assert "It is a 3." in said(DIGIT)
     said("/image ~/three.png")
     refused = said("x" * 1100)
     assert "Your message and its pictures were taken back" in refused
@@ -87,7 +75,7 @@ def test_a_conversation_about_pictures(typist, tmp_path):
 
 def test_a_model_of_text_refuses_a_picture(typist):
     me = typist(model_folder())
-    me.type(f"/image ~/three.png {QUESTION}")
+    me.type(f"/image ~/three.png {DIGIT}")
     refused = me.wait(">>> ")
     assert "takes text only" in refused
     assert "prompt tokens" not in refused
@@ -130,7 +118,7 @@ def test_a_line_that_begins_with_a_picture_is_a_dropped_file(tmp_path):
 def test_lines_of_generate_with_pictures(sees, tmp_path):
     def line(url: str) -> str:
         picture = {"type": "image_url", "image_url": {"url": url}}
-        content = [picture, {"type": "text", "text": QUESTION}]
+        content = [picture, {"type": "text", "text": DIGIT}]
         return json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n"
 
     urls = [f"data:image/png;base64,{base64.b64encode(png(digit)).decode()}" for digit in (7, 3)]

@@ -1,8 +1,6 @@
 """An engine caches, cuts, drafts, restores and refuses requests with pictures."""
 
-import base64
 import random
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ from PIL import Image
 from tests.support.engine.guesses import Guesses
 from tests.support.engine.pool_accounts import check_accounts
 from tests.support.images import seeing
+from tests.support.images.drawn import READER, base64_of, file_of
 from tests.support.images.seeing import IMAGE, picture, prompt, words
 from tests.support.models import tiny_models as tiny
 from tools.demo_model.train_reader import COLOURS, draw
@@ -26,7 +25,6 @@ from vllm_metal_lite.prefix_disk import folder, reader
 from vllm_metal_lite.prefix_disk.parts import Parts
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_names
 
-READER = Path(__file__).parents[1] / "support/images/reader"
 GREEDY = tiny.greedy(8, ignore_eos=True)
 START, END = words(1, 11), words(2, 9)
 A, B = picture(1, 3, 5), picture(2, 3, 5)
@@ -86,16 +84,15 @@ def test_a_model_reads_digits_and_colours(options: dict[str, Any]) -> None:
 def test_a_picture_is_read_from_any_door() -> None:
     """A URL, an array, a file's bytes, a Pillow image; as a message, a text and token ids."""
     llm, pixels = reading(), draw(7, "blue", random.Random(1))
-    image, file = Image.fromarray(pixels), BytesIO()
-    image.save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    image = Image.fromarray(pixels)
+    url = f"data:image/png;base64,{base64_of(image)}"
     question = {"type": "text", "text": "Which digit is this?"}
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}}]
     parts += [{"type": "image_pil", "image_pil": image}, {"type": "image", "image": pixels}]
     asked = [[{"role": "user", "content": [part, question]}] for part in parts]
     assert texts(llm, asked) == ["It is a 7."] * 3
     text, params = "<s>[INST][IMG]Which digit is this?[/INST]", SamplingParams(max_tokens=16)
-    seen = [{"prompt": text, "multi_modal_data": {"image": x}} for x in (file.getvalue(), [image])]
+    seen = [{"prompt": text, "multi_modal_data": {"image": x}} for x in (file_of(image), [image])]
     outputs = llm.generate(seen, params)
     ids = outputs[0].prompt_token_ids
     seen = [{"prompt_token_ids": ids, "multi_modal_data": {"image": pixels}}]

@@ -1,24 +1,17 @@
 """Decoding: every kind of picture file gives 8-bit RGB, or an error of one line."""
 
 from collections.abc import Callable
-from io import BytesIO
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.images.drawn import file_of
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.images.pictures import MAX_PIXELS, decode, picture_of
 
 RGB = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
 IMAGE = Image.fromarray(RGB)
-
-
-def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    out = BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def test_lossless_files_give_their_pixels_and_one_digest() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.models import tiny_models as tiny
 from tools import repro_block_exhaustion
 from tools.bench import engine as bench_engine
-from tools.bench import speculation
+from tools.bench import host, speculation
 from tools.bench.lib.agreement import agree
 from tools.bench.lib.engines import FittedEngine
 from tools.bench.lib.loads import Sizes, Wave, WaveLoad, agents, newcomer, users
@@ -17,6 +17,7 @@ from tools.bench.lib.metrics import measure, reusable_tokens
 from tools.bench.lib.mlx_lm import MlxLmServer, Settings
 from tools.bench.lib.models import random_model
 from tools.bench.lib.roofline import step_bytes
+from tools.bench.lib.runs import Runs
 from tools.demo_model import recall
 from tools.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -198,11 +199,20 @@ def test_the_tables_of_loads_of_a_hybrid_model(run_tool, capsys):
 
 def test_an_engine_that_fails_is_left_out(model, capsys):
     load = WaveLoad([Wave([[1]], [2])])
-    bench, engine = bench_engine.Bench("single", load), MlxLmSingle(model)
-    assert bench.tried(engine)["output_tokens_per_s"] > 0
+    runs, engine = Runs("single"), MlxLmSingle(model)
+    assert runs.tried(engine, load)["output_tokens_per_s"] > 0
     engine.step = Mock(side_effect=RuntimeError("cuGraphAddKernelNode: invalid argument"))
-    assert bench.tried(engine) is None
+    assert runs.tried(engine, load) is None
     assert capsys.readouterr().err.endswith("left out, cuGraphAddKernelNode: invalid argument\n")
+
+
+def test_warm_ups_end_when_two_runs_agree_or_after_six(monkeypatch):
+    for seconds, expected in [([3, 1, 1, 1], 3), ([1, 1, 1], 2), ([9, 7, 5, 4, 3, 2, 1], 6)]:
+        load, left = WaveLoad([Wave([[1]], [2])]), [Mock(seconds=s) for s in seconds]
+        runs = Runs()
+        monkeypatch.setattr(runs, "run", lambda *_, left=left: left.pop(0))
+        runs.warm_up({"any": (Mock(), load)})
+        assert len(seconds) - len(left) == expected
 
 
 def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
@@ -259,3 +269,15 @@ def test_a_number_that_cannot_work_is_named_before_the_run(
 def test_drafts_of_an_edited_text_are_accepted(run_tool, capsys):
     run_tool(speculation, "--model 128x2 --length 120 --only edit --requests 1 --runs 1")
     assert int(re.search(r"(\d+) of \d+ \|$", capsys.readouterr().out.rstrip())[1]) > 0
+
+
+def test_steps_without_a_model_take_time_of_the_host(run_tool, capsys):
+    assert run_tool(host, "--requests 2 --steps 3") == 0
+    found = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(found) == 3
+    assert all(float(cpu) > 0 for _, cpu in found)
+
+
+def test_a_model_without_known_heads_leaves_their_rows_out(run_tool, capsys):
+    assert run_tool(speculation, "--model 128x2 --length 100 --only heads") == 0
+    assert "no trained heads are known" in capsys.readouterr().err

@@ -5,24 +5,22 @@ from unittest.mock import patch
 import pytest
 
 from tools.bench.lib.loads import Wave, WaveLoad
+from tools.bench.lib.metrics import measure
 from tools.bench.lib.mlx_vlm import empty_model
 from tools.bench.lib.models import random_model
 from tools.bench.lib.pictures import Pictures, SeeingEngine, random_eyes
-from tools.bench.pictures import Loads, of_beside, of_turns
-from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError
+from tools.bench.pictures import Loads
+from vllm_metal_lite import EngineConfig, MetalLiteError
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.benchmark import Run, drive, native
-from vllm_metal_lite.images.positions import axis_of_frequency
 
 
 @pytest.fixture(scope="module")
 def ours() -> SeeingEngine:
     model = random_model("qwen3-vl-tiny")
     eyes = random_eyes(model.config, mx.float32, None, native(model))
-    model.packed.axis_of_frequency = axis_of_frequency([6, 5, 5])
     config = EngineConfig(max_num_seqs=8, max_model_len=400, num_blocks=400, speculate="off")
-    with patch("vllm_metal_lite.images.eyes.attach", lambda *_: eyes):
-        return SeeingEngine(LLMEngine(model, config), Pictures(model.config, 64))
+    return SeeingEngine(model, config, Pictures(model.config, 64), eyes)
 
 
 def test_a_run_computes_its_pictures_and_a_second_turn_computes_none(ours: SeeingEngine) -> None:
@@ -33,7 +31,7 @@ def test_a_run_computes_its_pictures_and_a_second_turn_computes_none(ours: Seein
             runs.append(drive(ours, load))
             assert called.call_count == turn + 1
     assert runs[0].tokens == runs[1].tokens
-    values = of_turns(runs[0], load)
+    values = measure(load, runs[0])
     assert values["cached_tokens"] == 208  # 13 blocks of 211 computed tokens
     assert values["later_ttft_median"] > 0
 
@@ -41,8 +39,14 @@ def test_a_run_computes_its_pictures_and_a_second_turn_computes_none(ours: Seein
 def test_gaps_of_decodes_while_the_prompts_of_newcomers_are_computed() -> None:
     """A token every 10 ms; while four newcomers come, one gap of 50."""
     times = [0.01 * i for i in range(1, 21)] + [0.25, 0.26]
-    run = Run([0.0] + [0.2] * 4, [times, *([0.25, 0.26] for _ in range(3)), [0.26, 0.27]], [[]] * 5)
-    values = of_beside(run, WaveLoad([Wave([[1]], [1])]))
+    run = Run(
+        [0.0] + [0.2] * 4,
+        [times, *([0.25, 0.26] for _ in range(3)), [0.26, 0.27]],
+        [[]] * 5,
+        seconds=0.27,
+    )
+    waves = [Wave([[1]], [22]), *(Wave([[1]] * n, [2] * n) for n in (1, 3))]
+    values = measure(WaveLoad(waves, ends_with_last_wave=True), run)
     assert values["idle_gap_median"] == pytest.approx(0.01)
     assert values["busy_gap_worst"] == pytest.approx(0.05)
     assert values["newcomer_ttft"] == pytest.approx(0.06)

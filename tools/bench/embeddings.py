@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tools.bench.lib.models import get_model
+from tools.bench.lib.models import add_model, model_of
 from tools.lib.frame import at_least, parser_of, print_table, run_main
 from tools.lib.trust import trusted
-from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams, backend
+from vllm_metal_lite import EngineConfig, LLMEngine, PoolingParams
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.benchmark import MLX_CACHE_LIMIT, native
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import body_of
-
-mx = backend.mx
 
 Texts = list[list[int]]
 Run = Callable[[], np.ndarray]  # embeds all texts
@@ -98,17 +97,16 @@ def padded(model: LoadedModel, prompts: Texts, size: int) -> Run:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="qwen3-0.6b")
+    add_model(parser, "qwen3-0.6b")
     parser.add_argument("--texts", type=at_least(1), default=2000)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[4096, 8192])
     parser.add_argument("--sizes", type=at_least(1), nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--repeats", type=at_least(1), default=3)
     args = parser.parse_args()
-    model = get_model(args.model)
-    native(model)
+    model = model_of(args)
     prompts = texts(args.texts, model.vocab_size)
     tokens = sum(map(len, prompts))
-    print(f"{model.name}, {len(prompts)} texts, {tokens:,} tokens, {backend.name()}\n")
+    print(f"{len(prompts)} texts, {tokens:,} tokens\n")
     with trusted():
         runs = [("ours", n, 0.0, packed(model, prompts, n)) for n in args.rows]
     for size in args.sizes:

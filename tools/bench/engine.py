@@ -15,38 +15,24 @@ mlx-lm's best; above 1 means that this engine is better.  Prints Markdown; progr
 """
 
 import argparse
-import gc
 import json
 import re
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from tools.bench.lib.agreement import agree
 from tools.bench.lib.engines import FittedEngine
 from tools.bench.lib.loads import CONTENT, LOADS, Sizes, WaveLoad
-from tools.bench.lib.metrics import measure
 from tools.bench.lib.mlx_lm import MlxLmServer, Settings
-from tools.bench.lib.models import BITS, get_model
+from tools.bench.lib.models import add_model, model_of
 from tools.bench.lib.roofline import step_bytes
-from tools.bench.lib.tables import Result, print_load
+from tools.bench.lib.runs import Pairs, Runs, medians
+from tools.bench.lib.tables import print_medians
 from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
-from tools.lib.trust import trusted
+from tools.lib.trust import add_trusted, as_asked
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
-from vllm_metal_lite.benchmark import (
-    WARM_UPS,
-    Engine,
-    Metrics,
-    MlxLmSingle,
-    Run,
-    drive,
-    median_of,
-    native,
-    vocabulary,
-)
+from vllm_metal_lite.benchmark import Engine, Metrics, MlxLmSingle, vocabulary
 from vllm_metal_lite.checks.speed import copy_bandwidth
-from vllm_metal_lite.config import DTYPES, PREFILL_POLICIES
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.config import PREFILL_POLICIES
 from vllm_metal_lite.model.loader import LoadedModel
 
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens a step, decodes included
@@ -70,76 +56,47 @@ def peers(load: WaveLoad, model: LoadedModel) -> list[Engine]:
     return [MlxLmServer(model, s) for s in settings]
 
 
-class Bench:
-    """Runs engines on a load, alternately."""
-
-    def __init__(self, name: str, load: WaveLoad) -> None:
-        self.name, self.load = name, load
-
-    def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
-        run = drive(engine, self.load)
-        values = measure(self.load, run)
-        speed = values["output_tokens_per_s"]
-        say(f"{self.name}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s")
-        return values, run
-
-    def tried(self, engine: Engine) -> Metrics | None:
-        """The metrics of one run, or None if the engine fails: MLX's CUDA backend does not take all
-        sizes of a batch."""
-        try:
-            return self.run(engine, "sweep")[0]
-        except (RuntimeError, ValueError) as e:
-            say(f"{self.name}, {engine.name}: left out, {one_line(e)}")
-            return None
-        finally:
-            gc.collect()
-
-    def turns(
-        self, model: LoadedModel, engines: list[Engine], repeats: int, theirs: Engine | None
-    ) -> Result:
-        """Run the engines in turns.  theirs: the engine with which the first one is compared."""
-        values: dict[str, list[Metrics]] = {e.name: [] for e in engines}
-        last: dict[str, Run] = {}
-        for turn in range(repeats):
-            for engine in engines:
-                metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
-                values[engine.name].append(metrics)
-        ours = last[engines[0].name]
-        return Result(
-            self.name,
-            requests=len(ours.prompts),
-            tokens_in=sum(map(len, ours.prompts)),
-            tokens_out=sum(map(len, ours.tokens)),
-            engines={name: median_of(v) for name, v in values.items()},
-            agreement=agree(model, ours, last[theirs.name]) if theirs else None,
-        )
+def run_load(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Namespace) -> bool:
+    """Run a load on this engine and on mlx-lm at its best; returns whether the tokens differ by no
+    more than ties."""
+    runs, best = Runs(name), list[Engine]()
+    if load.ends_with_last_wave:
+        engines = sharing(load, model, args)
+        best = engines[-1:]
+    else:
+        engines = [FittedEngine(model, load, args.ours)]
+    runs.warm_up({e.name: (e, load) for e in engines})
+    if not load.ends_with_last_wave:
+        candidates = peers(load, model)
+        if args.settings and len(load.prompts) > 1:
+            candidates = [MlxLmServer(model, s) for s in args.settings]
+        found = sweep(runs, load, candidates, args.quick)
+        best = best_of([e for e in candidates if e.name in found], found)
+        engines += best
+    pairs: Pairs = {e.name: (e, load) for e in engines}
+    turns = runs.turns(pairs, args.repeats)
+    values, last = medians(pairs, turns), {name: of_one[-1] for name, of_one in turns.items()}
+    ours = last[engines[0].name]
+    agreement = agree(model, ours, last[best[0].name]) if best else None
+    tokens_in, tokens_out = (sum(map(len, of)) for of in (ours.prompts, ours.tokens))
+    print(
+        f"\n### {name}: {len(ours.prompts):,} requests, "
+        f"{tokens_in:,} / {tokens_out:,} tokens in / out\n\n"
+        f"Tokens: {agreement or 'mlx-lm failed in all settings'}.\n"
+    )
+    if load.is_even and (text := add_roofline(model, load, values)):
+        print(f"{text}\n")
+    print_medians(values)
+    return agreement is None or agreement.within_ties
 
 
-def compare(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Namespace) -> Result:
-    """Run one load on this engine and on mlx-lm at its best."""
-    bench = Bench(name, load)
-    ours = FittedEngine(model, load, args.ours)
-    candidates = peers(load, model)
-    if args.settings and len(load.prompts) > 1:
-        candidates = [MlxLmServer(model, s) for s in args.settings]
-    for _ in range(WARM_UPS):
-        bench.run(ours, "warm-up")
-    found = sweep(bench, candidates, args.quick)
-    finalists = best_of([e for e in candidates if e.name in found], found)
-    best = finalists[0] if finalists else None
-    result = bench.turns(model, [ours, *finalists], args.repeats, theirs=best)
-    if load.is_even:
-        return replace(result, roofline=add_roofline(model, load, result.engines))
-    return result
-
-
-def sweep(bench: Bench, candidates: list[Engine], quick: bool) -> dict[str, Metrics]:
+def sweep(runs: Runs, load: WaveLoad, candidates: list[Engine], quick: bool) -> dict[str, Metrics]:
     """The metrics of each engine that works.  quick: stops at the first that works."""
     found: dict[str, Metrics] = {}
     for engine in candidates:
-        if not found and bench.tried(engine) is None:  # a warm-up for all
+        if not found and runs.tried(engine, load) is None:  # a warm-up for all
             continue
-        if metrics := bench.tried(engine):
+        if metrics := runs.tried(engine, load):
             found[engine.name] = metrics
         if quick and found:
             break
@@ -170,8 +127,9 @@ def add_roofline(model: LoadedModel, load: WaveLoad, medians: dict[str, Metrics]
     return f"A step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s."
 
 
-def share_steps(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Namespace) -> Result:
-    """Measure a prompt that arrives while others decode, under each way to share the steps."""
+def sharing(load: WaveLoad, model: LoadedModel, args: argparse.Namespace) -> list[Engine]:
+    """Engines for a prompt that arrives while others decode, one for each way to share the steps;
+    mlx-lm comes last."""
     steps = [n for n in (STEPS[:5:2] if args.quick else STEPS) if n < len(load.prompts[-1])]
     engines: list[Engine] = []
     for tokens in steps:
@@ -181,16 +139,12 @@ def share_steps(name: str, load: WaveLoad, model: LoadedModel, args: argparse.Na
         options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
         engines.append(FittedEngine(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
-    engines += [MlxLmServer(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
-    bench = Bench(name, load)
-    for engine in engines:
-        for _ in range(WARM_UPS):
-            bench.run(engine, "warm-up")
-    return bench.turns(model, engines, args.repeats, theirs=engines[-1])
+    return engines + [MlxLmServer(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
 
 
-def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
-    results = []
+def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[str]:
+    """Returns the names of the loads whose tokens differ by more than ties."""
+    apart = []
     for name in args.load:
         load = LOADS[name](Sizes(vocabulary(model), args.scale))
         if load.longest > model.max_position:
@@ -198,10 +152,9 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[Result]:
                 f"load {name} has requests of {load.longest} tokens, and {model.name} a context of "
                 f"{model.max_position}: lower --scale"
             )
-        how = share_steps if load.ends_with_last_wave else compare
-        results.append(how(name, load, model, args))
-        print_load(results[-1])
-    return results
+        if not run_load(name, load, model, args):
+            apart.append(name)
+    return apart
 
 
 def _settings(text: str) -> Settings:
@@ -225,9 +178,7 @@ def main() -> int:
     loads = "\n".join(f"- {name}: {content}" for name, content in CONTENT.items())
     parser = parser_of(f"{__doc__}\nLoads:\n\n{loads}")
     parser.add_argument("--load", nargs="+", choices=list(LOADS), required=True)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--bits", choices=BITS, help="of random weights")
+    add_model(parser)
     parser.add_argument("--scale", type=above_zero, default=1.0, help="of lengths and counts")
     parser.add_argument("--repeats", type=at_least(1), help="counted turns (default 3)")
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
@@ -237,22 +188,15 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", type=_settings, metavar=names, help=text)
     fields = {"metavar": "NAME=VALUE", "help": "fields of EngineConfig"}
     parser.add_argument("--ours", nargs="+", type=_option, default=[], **fields)
-    parser.add_argument(
-        "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
-    )
+    add_trusted(parser)
     args = parser.parse_args()
     args.ours = dict(args.ours)
     args.repeats = args.repeats or (1 if args.quick else 3)
-    model = get_model(args.model, args.dtype, args.bits)
-    native(model)
-    gib = model.weight_bytes / 2**30
-    print(f"## {backend.describe()}\n")
-    print(f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {gib:.2f} GiB")
+    model = model_of(args)
     if model.packed.by_segment is not None:
         print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
-    with trusted() if args.trusted else nullcontext():
-        results = run_loads(model, args)
-    apart = [result.load for result in results if not result.within_ties]
+    with as_asked(args):
+        apart = run_loads(model, args)
     for name in apart:
         say(f"{name}: tokens differ by more than ties")
     return 1 if apart else 0

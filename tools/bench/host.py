@@ -31,6 +31,8 @@ _WARM_UPS = 20  # steps
 class NoModel:
     """Replaces the runner: returns the given tokens over and over, at no cost."""
 
+    drafter = None
+
     def __init__(self, token_ids: list[int]) -> None:
         self._tokens, self._at = np.array(token_ids, np.int32), 0
 

@@ -12,18 +12,16 @@ tokens there in the run alone; rounding decides small ones.  Prints Markdown.
 """
 
 import statistics
-import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from tools.bench.lib.loads import Sizes
-from tools.bench.lib.models import BITS, get_model
+from tools.bench.lib.models import add_model, model_of
 from tools.lib.frame import at_least, parser_of, print_table, run_main, say
-from tools.lib.trust import trusted
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from tools.lib.trust import add_trusted, as_asked
+from tools.repro_block_exhaustion import drain
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.benchmark import vocabulary
-from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.model.loader import LoadedModel
 
 # Name -> fields of EngineConfig.  All runs are compared with "alone".
@@ -47,13 +45,10 @@ class Answer(NamedTuple):
     margins: list[float]
 
 
-class Answers(NamedTuple):
-    answers: list[Answer]
-    seconds: float
-
-
-def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options: Any) -> Answers:
-    """Run all prompts on a new engine."""
+def run(
+    model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options: Any
+) -> list[Answer]:
+    """All prompts on an engine of its own."""
     longest = max(map(len, prompts)) + num_tokens
     seats = options["max_num_seqs"]
     blocks = (seats + 1) * (longest // EngineConfig.block_size + 2)
@@ -62,21 +57,19 @@ def run(model: LoadedModel, prompts: list[list[int]], num_tokens: int, **options
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
-    found, started = dict[str, Answer](), time.perf_counter()
-    while engine.has_unfinished_requests():
-        for output in (o for o in engine.step() if o.finished):
-            [answer] = output.outputs
-            best = [sorted(x.logprob for x in of.values()) for of in answer.logprobs or ()]
-            margins = [values[-1] - values[-2] for values in best]
-            found[output.request_id] = Answer(answer.token_ids, margins)
-    seconds = time.perf_counter() - started
-    return Answers([found[str(i)] for i in range(len(prompts))], seconds)
-
-
-def differences(alone: Answers, other: Answers) -> list[tuple[int, float]]:
-    """For each answer that differs: (place of the first other token, the margin there alone)."""
     found = []
-    for a, b in zip(alone.answers, other.answers, strict=True):
+    for output in drain(engine):
+        [answer] = output.outputs
+        best = [sorted(x.logprob for x in of.values()) for of in answer.logprobs or ()]
+        found.append(Answer(answer.token_ids, [values[-1] - values[-2] for values in best]))
+    return found
+
+
+def differences(alone: list[Answer], other: list[Answer]) -> list[tuple[int, float]]:
+    """(The place of the first token that differs, its margin in the run alone) of each answer that
+    differs."""
+    found = []
+    for a, b in zip(alone, other, strict=True):
         pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
         at = next((i for i, (x, y) in pairs if x != y), None)
         if at is not None:
@@ -86,32 +79,26 @@ def differences(alone: Answers, other: Answers) -> list[tuple[int, float]]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--bits", choices=BITS, help="of random weights")
+    add_model(parser)
     parser.add_argument("--prompts", type=at_least(1), default=200)
     parser.add_argument("--tokens", type=at_least(2), default=64, help="of an answer")
     parser.add_argument("--length", type=at_least(2), default=200, help="of the longest prompt")
-    parser.add_argument(
-        "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
-    )
+    add_trusted(parser)
     args = parser.parse_args()
-    model = get_model(args.model, args.dtype, args.bits)
+    model = model_of(args)
     sizes = Sizes(vocabulary(model), 1)
     lengths = sizes.between(max(args.length // 10, 1), args.length, args.prompts)
     prompts = [sizes.tokens(n) for n in lengths]
-    print(f"## {backend.describe()}\n")
-    dtype = str(model.dtype).rsplit(".", 1)[-1]
-    print(f"{model.name}, {dtype}: {args.prompts} prompts, {args.tokens} tokens out\n", flush=True)
+    print(f"{args.prompts} prompts, {args.tokens} tokens out\n", flush=True)
     is_equal = True
 
     def rows() -> Iterator[tuple[str, ...]]:
         nonlocal is_equal
-        alone: Answers | None = None
+        alone: list[Answer] = []
         for name, options in SETTINGS.items():
-            with trusted() if args.trusted else nullcontext():
+            with as_asked(args):
                 other = run(model, prompts, args.tokens, **options)
-            say(f"{name}: {other.seconds:.1f} s")
+            say(name)
             alone = alone or other
             apart = differences(alone, other)
             is_equal &= name != "again" or not apart

@@ -36,11 +36,12 @@ import numpy as np
 
 from tools.bench.lib.metrics import pace
 from tools.bench.lib.models import BITS, write_model
-from tools.bench.lib.tables import print_medians, ratios
+from tools.bench.lib.tables import print_medians
 from tools.lib.clients import Clients, LoadRun, send
 from tools.lib.frame import above_zero, at_least, parser_of, run_main, say
 from tools.lib.processes import cpu_seconds, sampled_memory
 from tools.lib.servers import mlx_lm, ours, server
+from tools.lib.trust import add_trusted
 from vllm_metal_lite.benchmark import Metrics, gaps, median_of
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.model.files.tokenizer import load_tokenizer_only
@@ -160,7 +161,7 @@ class Bench:
         for load, medians in self.medians.items():
             if medians:
                 print(f"\n### {load}: {sum(map(len, self.runs[load][1][0]))} requests\n")
-                print_medians(medians, ratios(medians))
+                print_medians(medians)
 
 
 def commands_of(args: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str], str]]:
@@ -196,7 +197,7 @@ def main() -> int:
     parser.add_argument("--turns", type=at_least(1), default=12, help="of a session")
     parser.add_argument("--warm", type=at_least(1), default=1, help="sessions that warm up")
     parser.add_argument("--ours", default="", help="flags of our server")
-    parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
+    add_trusted(parser)
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--seconds", type=above_zero, default=200, help="time limit of a run")
     args = parser.parse_args()

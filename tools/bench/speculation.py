@@ -9,8 +9,8 @@ changed.  `patch`: every 20th token is replaced, or one is inserted before or re
 `json`: a schema forces about half of the answer; `unforced` is the engine that samples these tokens
 like others.  `new`: no part of the answer was there before.  `heads`: new text, and a trained head
 of random weights, a share of whose drafts are right (`--right`); a share of 0 shows what drafts
-that are not wanted cost.  Prints Markdown: tokens a second
-while all requests decode, median of the runs, and ratios; and the microseconds of a lookup.
+that are not wanted cost.  Prints Markdown: tokens a second while all requests decode, median of the
+runs, and ratios; and the microseconds of a lookup.
 """
 
 import argparse
@@ -26,12 +26,11 @@ import numpy as np
 
 from tools.bench.lib.engines import FittedEngine
 from tools.bench.lib.loads import Wave, WaveLoad
-from tools.bench.lib.metrics import measure
-from tools.bench.lib.models import BITS, get_model, with_random_head
-from tools.lib.frame import at_least, parser_of, print_table, run_main
+from tools.bench.lib.models import add_model, model_of, with_random_head
+from tools.bench.lib.runs import Runs, medians_of
+from tools.lib.frame import at_least, parser_of, print_table, run_main, say
 from tools.lib.trust import trusted
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.benchmark import WARM_UPS, drive, median_of
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.loader import load as load_model
@@ -139,17 +138,6 @@ def lookups() -> Iterator[Sequence[str]]:
         yield kind, *(f"{1e6 * statistics.median(of_one) / 20:.0f}" for of_one in times)
 
 
-def settle(engine: FittedEngine, load: WaveLoad) -> None:
-    """Run a load until the engine knows how long its steps take.  On CUDA the first step of a width
-    compiles for seconds, and an engine spends a tenth of its time on new widths."""
-    if (speculator := engine.engine.in_flight.speculator) is None:
-        return
-    speculator.pace.tries, known = 1.0, -1
-    while (now := speculator.pace.num_known) > known:
-        known = now
-        drive(engine, load)
-
-
 def with_heads(model: LoadedModel, right: float, said: list[int], bits: str | None) -> LoadedModel:
     """The model with a prepared head."""
     if model.drafter is None:
@@ -183,19 +171,23 @@ def speeds(
         loads = ((n, share) for n in counts if n in args.requests for share in shares)
         for count, share in loads:
             if share is not None:
-                answering = model = with_heads(model, share, said, args.bits)
-            load, found = WaveLoad([Wave([prompt] * count, [args.length] * count)]), {}
+                try:
+                    answering = model = with_heads(model, share, said, args.bits)
+                except MetalLiteError as e:
+                    say(f"left out: {e}")
+                    return
+            load, speed = WaveLoad([Wave([prompt] * count, [args.length] * count)]), {}
             for mode in MODES[kind != "json" :]:
                 engine = make_engine(answering, load, kind, mode)
-                settle(engine, load)
-                runs = [drive(engine, load) for _ in range(args.runs + WARM_UPS)]
-                if any(tokens != answer for run in runs for tokens in run.tokens):
+                runs, pairs = Runs(f"{kind}, {count} requests"), {mode: (engine, load)}
+                runs.warm_up(pairs)
+                counted = runs.turns(pairs, args.runs)[mode]
+                if any(tokens != answer for run in counted for tokens in run.tokens):
                     raise MetalLiteError(f"{kind}: an answer is not the prepared one")
-                found[mode] = median_of([measure(load, run) for run in runs[WARM_UPS:]])
+                speed[mode] = medians_of(load, counted)["steady_tokens_per_s"]
                 drafts = engine.engine.metrics()
                 del engine
                 mx.clear_cache()
-            speed = {mode: metrics["steady_tokens_per_s"] for mode, metrics in found.items()}
             yield (
                 kind if share is None else f"{kind}, {share:.0%} right",
                 count,
@@ -207,25 +199,24 @@ def speeds(
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="qwen3-4b")
-    parser.add_argument("--bits", choices=BITS)
+    add_model(parser, "qwen3-4b")
     parts = ("lookups", *LOADS)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument(
         "--requests", nargs="+", type=int, choices=(1, 4, 8, 32), default=(1, 4, 8, 32)
     )
     parser.add_argument("--right", nargs="+", type=float, default=(0.8, 0.6, 0.0))
-    parser.add_argument("--length", type=at_least(20), default=2000)
+    parser.add_argument("--length", type=at_least(100), default=2000)
     parser.add_argument("--runs", type=at_least(1), default=3)
     args = parser.parse_args()
     if "lookups" in args.only:
         print_table(("us a lookup", *(f"{n:,} tokens" for n in CONTEXTS)), lookups())
     if set(args.only) == {"lookups"}:
         return 0
-    model = get_model(args.model, bits=args.bits)
+    model = model_of(args)
     prepared = Prepared(model.packed)
     model = replace(model, packed=prepared)
-    print(f"\n### {model.name}: tokens a second, answers of {args.length} tokens\n")
+    print(f"### tokens a second, answers of {args.length} tokens\n")
     heads = ("answers", "requests", "unforced", "without", "with drafts", "ratio", "accepted")
     print_table(heads, speeds(model, prepared, args))
     return 0

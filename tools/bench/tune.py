@@ -2,23 +2,29 @@
 
     python -m tools.bench.tune                           all constants
     python -m tools.bench.tune decode_fill few_keys      some
+    python -m tools.bench.tune rows rows:8               attention of rows with drafts
 
 Prints one table per constant: microseconds of a call, a row per value, a column per load; a star
 marks the present value.  The reader chooses the value to commit.  The heads are those of small
 Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
+
+rows: requests whose few rows each lie behind a long context, with K and V in 16 bits, or in 8.  A
+row per path, with the multiple of the time of one row: in splits (`split_prefill`), with numbers of
+threadgroups that count as a full device; as decodes; as prompts.  No row starts after the deadline.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from tools.lib.frame import parser_of, print_table, run_main
+from tools.lib.frame import above_zero, parser_of, print_table, run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.attention.paged.decodes import decode_plan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import TimedStore
-from vllm_metal_lite.devices import PROFILES, profile
+from vllm_metal_lite.devices import PROFILES, DeviceProfile, profile
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.arguments import RMSNorm, Scores
 from vllm_metal_lite.kernels.decode import paged_decode
@@ -33,6 +39,14 @@ SHAPE = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 CHAIN = 100  # calls
 _BLOCK, _OWN = 16, 128  # tokens of a block; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
+# Rows with drafts: by the name of their table; requests and the tokens of each; values of a full
+# device.
+ROW_SHAPES = {
+    name: AttentionShape(32, 8, 128, 128, mx.bfloat16, kv_bits=bits)
+    for name, bits in (("rows", None), ("rows:8", 8))
+}
+CONTEXTS = (1, 1024), (1, 8192), (1, 32_000), (4, 8192)
+ROW_FILLS = (128, 256, 512, 1024)
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use
 
@@ -159,15 +173,64 @@ def sweep(name: str) -> None:
     print_table([name, *(", ".join(map(str, arguments)) for arguments in columns)], timed())
 
 
+def paths(now: DeviceProfile, rows: int) -> Iterator[tuple[str, DeviceProfile, str | None]]:
+    """Name, profile, and the kernel that is left out."""
+    if rows == 1:
+        yield "as a decode", now, None
+        return
+    at_once = replace(now, max_own_keys=0)
+    for fill in sorted({*ROW_FILLS, now.prefix_fill}):
+        star = " *" if fill == now.prefix_fill else ""
+        yield f"in splits, {fill}{star}", replace(at_once, prefix_fill=fill), None
+    yield "as decodes", replace(now, max_own_keys=1 << 30), "split_prefill"
+    yield "as prompts", replace(now, rows_as_decodes=0), None
+
+
+def seconds(
+    shape: AttentionShape,
+    load: tuple[int, int],
+    rows: int,
+    how: DeviceProfile,
+    without: str | None,
+) -> float:
+    """Seconds of a call.  load: requests, and the tokens of each, the last `rows` of them new."""
+    made = TimedStore(shape, *load, rows)
+    with patch.dict(PROFILES, {backend.name(): how}):
+        return seconds_per_call(made.attention("varlen", without), made.queries())
+
+
+def table_of_rows(shape: AttentionShape, rows: Sequence[int], until: float) -> None:
+    now, one = profile(), [0.0] * len(CONTEXTS)
+
+    def lines() -> Iterator[Sequence[str]]:
+        for count in rows:
+            for name, how, without in paths(now, count):
+                if time.monotonic() > until:
+                    return
+                times = [seconds(shape, load, count, how, without) for load in CONTEXTS]
+                one[:] = times if count == 1 else one
+                cells = (f"{1e6 * t:,.1f} ({t / o:.2f})" for t, o in zip(times, one, strict=True))
+                yield str(count), name, *cells
+
+    print(f"\n### {shape}\n")
+    print_table(["rows", "path", *(f"{n} x {c:,}" for n, c in CONTEXTS)], lines())
+
+
 def main() -> int:
     parser = parser_of("\n- ".join([f"{__doc__}\nConstants:\n", *CONSTANTS]))
-    parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
+    names = [*CONSTANTS, *ROW_SHAPES, []]
+    parser.add_argument("names", nargs="*", choices=names, metavar="CONSTANT")
+    parser.add_argument("--deadline", type=above_zero, default=220.0, help="seconds, of rows")
     args = parser.parse_args()
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
-    print(f"{backend.describe()}, MLX {backend.mlx_version()}")
+    print(f"## {backend.describe()}")
+    until = time.monotonic() + args.deadline
     for name in args.names or CONSTANTS:
-        sweep(name)
+        if name in ROW_SHAPES:
+            table_of_rows(ROW_SHAPES[name], (1, 2, 4, 8), until)
+        else:
+            sweep(name)
     return 0
 
 

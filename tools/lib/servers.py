@@ -70,6 +70,14 @@ def server(command: Sequence[str], log: Path, **how: Any) -> Iterator[tuple[str,
             end_process(process, 20)
 
 
+def has_trace(log: Path) -> bool:
+    """Whether a server's log has a trace, which is then printed."""
+    text = log.read_text()
+    if found := "Traceback" in text:
+        print(f"the server's log has a trace:\n{text[-2000:]}")
+    return found
+
+
 def _answers(url: str) -> bool:
     with suppress(httpx.TransportError):
         return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success

@@ -6,9 +6,10 @@ On MLX CUDA a first start compiles for minutes, for its checks, trials and timin
 compiled kernel.  That takes longer than a short measurement.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest.mock import patch
 
 from vllm_metal_lite import backend
@@ -44,6 +45,16 @@ def trusted(prefill: str | None = None, products: bool = True) -> Iterator[None]
         patch.object(decide, "faster_expert_rows", rows("expert_rows")),
     ):
         yield
+
+
+def add_trusted(parser: argparse.ArgumentParser) -> None:
+    text = "every kernel for all rows; no checks or timings"
+    parser.add_argument("--trusted", action="store_true", help=text)
+
+
+def as_asked(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """`trusted`, if the option was given."""
+    return trusted() if args.trusted else nullcontext()
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, and the process of its engine

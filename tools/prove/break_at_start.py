@@ -15,15 +15,11 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from unittest.mock import patch
 
-import pytest
-
 import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
-from metal.host import installed
 from tests.support.kernels.broken_machine import cases, command, consequence, impatient
-from tests.support.kernels.device import pretend_gpu
+from tests.support.kernels.device import gpu_or_host
 from tests.support.kernels.table import TABLE
 from tests.support.models import tiny_models as tiny
 from tools.lib.frame import above_zero, parser_of, print_table, run_main
@@ -82,16 +78,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=above_zero, default=900, help="time limit for all cases")
     parser.add_argument("--kernel", choices=sorted({kernel for kernel, _ in cases()}))
     args = parser.parse_args()
-    on_host = backend.is_cpu()
-    device = "host" if on_host else "gpu"
+    device = "host" if backend.is_cpu() else "gpu"
     # One folder for all: MLX CUDA includes texts that lie in it.
     home = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = home.name
     print(f"{backend.describe()}\n")
     chosen = [case for case in cases() if args.kernel in (None, case[0])]
-    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
-        if on_host:
-            pretend_gpu(machine)
+    with gpu_or_host():
         heads = ("kernel", "fault", "failures", "s", "tokens")
         found = print_table(heads, rows(chosen, device, time.monotonic() + args.seconds))
     wrong = [row for row in found if row[-1] != EQUAL]

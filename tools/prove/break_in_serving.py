@@ -20,9 +20,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from metal.host import installed
 from tests.support.kernels.broken_machine import all_kernels, edit
-from tests.support.kernels.device import change_device, pretend_gpu
+from tests.support.kernels.device import change_device, gpu_or_host
 from tests.support.kernels.row import ServingCase
 from tests.support.kernels.table import TABLE
 from tests.support.models import tiny_models
@@ -160,9 +159,8 @@ def main() -> int:
     args = parser.parse_args()
     logging.getLogger("vllm_metal_lite").propagate = False
     on_host = backend.is_cpu()
-    with pytest.MonkeyPatch.context() as machine, installed() if on_host else nullcontext():
+    with gpu_or_host() as machine:
         if on_host:
-            pretend_gpu(machine)
             machine.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
         change_device(machine, **SHORT)
         print(f"{backend.describe()}; MLX {mx.__version__}; {args.model}\n")

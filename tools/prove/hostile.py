@@ -32,7 +32,7 @@ import httpx
 from tools.lib.clients import LoadRun, send
 from tools.lib.frame import parser_of, print_table, run_main, say
 from tools.lib.processes import rss_mib
-from tools.lib.servers import ours, server
+from tools.lib.servers import has_trace, ours, server
 from vllm_metal_lite import MetalLiteError
 from vllm_metal_lite.errors import one_line
 
@@ -310,8 +310,7 @@ def main() -> int:
             proof = Proof(url, http, pid)
             passed = [not row[-1] for row in print_table(HEADS, proof.rows(chosen))]
             passed.append(proof.end())
-        if "Traceback" in log.read_text():
-            print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
+        if has_trace(log):
             passed.append(False)
     print(f"{passed.count(False)} of {len(passed)} harmed others")
     return 1 if False in passed else 0

@@ -41,7 +41,7 @@ from tests.support.server.crowd import (
 )
 from tools.lib.frame import above_zero, at_least, parser_of, print_table, run_main, say
 from tools.lib.processes import num_fds, rss_mib
-from tools.lib.servers import ours, server
+from tools.lib.servers import has_trace, ours, server
 from vllm_metal_lite.model.files.find import find
 
 EVERY = 10  # seconds
@@ -229,10 +229,7 @@ def main() -> int:
         log = Path(scratch) / "log.txt"
         with server(ours("demo", *models, *limits.split()), log) as (url, pid):
             result = asyncio.run(soak(url, pid, args))
-        if "Traceback" in log.read_text():
-            print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
-            result = 1
-    return result
+        return 1 if has_trace(log) else result
 
 
 if __name__ == "__main__":

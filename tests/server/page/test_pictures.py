@@ -2,29 +2,25 @@
 
 import base64
 import io
-import random
-from pathlib import Path
 
 import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
+from tests.support.images.drawn import READER, file_of, png
 from tests.support.server.kit import serving
-from tools.demo_model.train_reader import draw
 from vllm_metal_lite.server.served_model import ModelSpec
 
 pytestmark = pytest.mark.long
 
 
-def file_of(name: str, image: Image.Image, kind: str = "PNG") -> dict:
+def upload(name: str, data: bytes) -> dict:
     """A file that an <input> takes."""
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return {"name": name, "mimeType": f"image/{kind.lower()}", "buffer": buffer.getvalue()}
+    return {"name": name, "mimeType": "image/png", "buffer": data}
 
 
-DIGIT = file_of("seven.png", Image.fromarray(draw(7, "blue", random.Random(1))))
-WIDE = file_of("wide.png", Image.new("RGB", (4096, 100), "red"))
+DIGIT = upload("seven.png", png(7))
+WIDE = upload("wide.png", file_of(Image.new("RGB", (4096, 100), "red")))
 NOTES = {"name": "notes.md", "mimeType": "", "buffer": b"level 3"}
 
 
@@ -39,8 +35,7 @@ def picture_of(part: dict) -> Image.Image:
 @pytest.fixture(scope="module")
 def reading():
     """A server whose tiny model reads a digit and its colour."""
-    reader = Path(__file__).parents[2] / "support" / "images" / "reader"
-    with serving([ModelSpec("reader", str(reader))]) as running:
+    with serving([ModelSpec("reader", str(READER))]) as running:
         yield running
 
 
@@ -50,7 +45,7 @@ def test_a_model_reads_a_picture_that_is_attached(reading, open_page):
     view.page.set_input_files("#attach", [DIGIT])
     assert view.answer_to("Which digit is this?") == "It is a 7."
     assert view.answer_to("Which colour is it?") == "It is blue."
-    other = file_of("three.png", Image.fromarray(draw(3, "red", random.Random(1))))
+    other = upload("three.png", png(3, "red"))
     view.page.set_input_files("#attach", [other])
     assert view.answer_to("Which digit is this?") == "It is a 3."
 
@@ -108,7 +103,7 @@ def test_pictures_go_with_a_message(view, page):
 
 def test_a_large_picture_is_scaled_down(view, page):
     clear = Image.new("RGBA", (3000, 6000), (0, 0, 0, 0))
-    page.set_input_files("#attach", [WIDE, file_of("clear.png", clear)])
+    page.set_input_files("#attach", [WIDE, upload("clear.png", file_of(clear))])
     expect(page.locator("#attached li")).to_have_count(2)
     parts = view.body_of("")["messages"][0]["content"]
     wide, clear = map(picture_of, parts)  # without an empty text

@@ -4,6 +4,7 @@ import base64
 import random
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -13,15 +14,24 @@ READER = Path(__file__).parent / "reader"
 DIGIT, COLOUR = "Which digit is this?", "Which colour is it?"
 
 
-def base64_of(image: Image.Image) -> str:
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     out = BytesIO()
-    image.save(out, "PNG")
-    return base64.b64encode(out.getvalue()).decode()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def png(digit: int, colour: str = "blue", seed: int = 1) -> bytes:
+    """A file that shows a digit."""
+    return file_of(Image.fromarray(draw(digit, colour, random.Random(seed))))
+
+
+def base64_of(image: Image.Image) -> str:
+    return base64.b64encode(file_of(image)).decode()
 
 
 def url(digit: int, colour: str = "red") -> str:
-    rgb = draw(digit, colour, random.Random(digit))
-    return f"data:image/png;base64,{base64_of(Image.fromarray(rgb))}"
+    file = png(digit, colour, seed=digit)
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
 SEVEN, THREE = url(7), url(3, "blue")

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,16 @@ def pretend_gpu(patch: pytest.MonkeyPatch, verdict: Verdict | None = None) -> No
     limit_memory(patch, 1 << 30)
     if verdict is not None:
         checks_find(patch, verdict)
+
+
+@contextmanager
+def gpu_or_host() -> Iterator[pytest.MonkeyPatch]:
+    """The GPU of this machine, or else the CPU host in its place."""
+    on_host = backend.is_cpu()
+    with pytest.MonkeyPatch.context() as patch, installed() if on_host else nullcontext():
+        if on_host:
+            pretend_gpu(patch)
+        yield patch
 
 
 def pretend_backend(patch: pytest.MonkeyPatch, name: str) -> None:

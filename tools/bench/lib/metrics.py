@@ -33,7 +33,15 @@ def measure(load: WaveLoad, run: Run) -> Metrics:
         **({"cached_share": run.cached_tokens / reusable} if reusable > 0 else {}),
         "peak_gib": run.peak_bytes / 2**30,
     }
-    return values | (newcomers(run) if load.ends_with_last_wave else steady(run))
+    if any(before is not None for before in load.follows):
+        for key, is_later in (("first_ttft_median", False), ("later_ttft_median", True)):
+            turns = zip(firsts(run), load.follows, strict=True)
+            values[key] = statistics.median(
+                wait for wait, before in turns if (before is not None) == is_later
+            )
+    if load.ends_with_last_wave:
+        return values | newcomers(run, len(load.prompts) - len(load.waves[0].prompts))
+    return values | steady(run)
 
 
 def reusable_tokens(load: WaveLoad, run: Run) -> int:
@@ -47,9 +55,9 @@ def reusable_tokens(load: WaveLoad, run: Run) -> int:
     return sum(turns) + load.prefix_length * (len(load.prompts) - len(turns) - 1)
 
 
-def newcomers(run: Run, count: int = 1) -> Metrics:
-    """The times of the last `count` requests (the newcomers), and the gaps of all others before the
-    newcomers came and while the newcomers' prompts were computed."""
+def newcomers(run: Run, count: int) -> Metrics:
+    """The own times of the last `count` requests; the gaps of the others before these came, and
+    while their prompts were computed."""
     others, mine = run.times[:-count], run.times[-count:]
     arrived, first = run.arrived[-count], max(times[0] for times in mine)
     idle, busy = [], []

@@ -4,6 +4,7 @@ Quantised weights are random words: on a GPU a model of 20 GiB is there within s
 array is larger than the largest parameter of the model.
 """
 
+import argparse
 import io
 import json
 import math
@@ -15,6 +16,8 @@ from typing import Any
 
 from tools.bench.lib.shapes import SHAPES, random_config
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.benchmark import native
+from vllm_metal_lite.config import DTYPES
 from vllm_metal_lite.model.drafter import attach
 from vllm_metal_lite.model.files.find import DEMO_PATH
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load
@@ -145,7 +148,7 @@ def random_model(
     """`random_weights`, ready for packed steps."""
     model, config = random_weights(name, dtype, bits)
     suffix = "" if bits is None else f", {bits} bit" if str(bits).isdigit() else f", {bits}"
-    return from_model(model, None, config, name=f"{name} {str(dtype).split('.')[-1]}{suffix}")
+    return from_model(model, None, config, name=f"{name}{suffix}")
 
 
 def get_model(name: str, dtype: str = "auto", bits: str | None = None) -> LoadedModel:
@@ -158,6 +161,27 @@ def get_model(name: str, dtype: str = "auto", bits: str | None = None) -> Loaded
     if dtype == "auto":
         dtype = "float32" if backend.is_cpu() else "bfloat16"
     return random_model(name, getattr(mx, dtype), bits)
+
+
+def add_model(parser: argparse.ArgumentParser, default: str = "demo") -> None:
+    """The options of a tool that takes a model, for `model_of`."""
+    parser.add_argument("--model", default=default)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--bits", choices=BITS, help="of random weights")
+
+
+def model_of(args: argparse.Namespace) -> LoadedModel:
+    """The model that was asked for, with a copy for mlx-lm; prints a heading."""
+    model = get_model(args.model, args.dtype, args.bits)
+    native(model)
+    print_model(model)
+    return model
+
+
+def print_model(model: LoadedModel) -> None:
+    size = f"{model.num_parameters / 1e6:,.1f} M parameters, {model.weight_bytes / 2**30:.2f} GiB"
+    dtype = str(model.dtype).rsplit(".", 1)[-1]
+    print(f"## {backend.describe()}\n\n{model.name}, {dtype}: {size}\n", flush=True)
 
 
 def write_model(shape: str, path: Path, bits: str | None = None) -> Path:

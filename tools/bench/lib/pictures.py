@@ -1,19 +1,22 @@
 """Random pictures, a model that sees them, and the engine of the benchmark of pictures."""
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from tools.bench.lib.loads import WaveLoad
 from tools.bench.lib.models import fill
-from vllm_metal_lite import backend
+from vllm_metal_lite import EngineConfig, LLMEngine, backend
 from vllm_metal_lite.benchmark import Load, ThisEngine
-from vllm_metal_lite.images.eyes import Eyes
+from vllm_metal_lite.images.eyes import Eyes, rotary_sections
 from vllm_metal_lite.images.families import find_family
 from vllm_metal_lite.images.family import Family, Prepared
 from vllm_metal_lite.images.pictures import DIGEST_BYTES
+from vllm_metal_lite.images.positions import axis_of_frequency
 from vllm_metal_lite.images.towers import Tower, build
 from vllm_metal_lite.model.files.inner_model import completed
+from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
 import mlx.nn as nn
@@ -88,8 +91,12 @@ def random_eyes(
 class SeeingEngine(ThisEngine):
     """This engine, whose requests have new pictures in each run."""
 
-    def __init__(self, engine: Any, pictures: Pictures) -> None:
-        super().__init__(engine)
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, pictures: Pictures, eyes: Eyes
+    ) -> None:
+        model.packed.axis_of_frequency = axis_of_frequency(rotary_sections(model.config))
+        with patch("vllm_metal_lite.images.eyes.attach", lambda *_: eyes):
+            super().__init__(LLMEngine(model, config))
         self.pictures = pictures
 
     def begin(self, load: Load) -> None:

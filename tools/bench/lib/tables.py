@@ -1,10 +1,7 @@
 """The tables of the benchmarks of engines and of servers, and the ratios in them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.bench.lib.agreement import Agreement
 from tools.lib.frame import print_table
 from vllm_metal_lite.benchmark import Metrics, ratio
 
@@ -29,6 +26,7 @@ COLUMNS = (
     Column("sessions_per_minute", "sessions a minute", ".1f", more=True),
     Column("ttft_median", "TTFT ms, median", ",.1f", 1e3, more=False),
     Column("ttft_p90", "p90", ",.1f", 1e3, more=False),
+    Column("first_ttft_median", "of first turns", ",.1f", 1e3, more=False),
     Column("later_ttft_median", "of later turns", ",.1f", 1e3, more=False),
     Column("gap_median", "gap ms, median", ".2f", 1e3, more=False),
     Column("gap_worst", "worst", ",.1f", 1e3, more=False),
@@ -52,29 +50,6 @@ NEWCOMER = (
 )
 
 
-@dataclass(frozen=True)
-class Result:
-    """A load: the medians of each engine.  agreement: None if mlx-lm failed in all settings.
-    roofline: the bytes and the bandwidth that the shares of the roofline come from."""
-
-    load: str
-    requests: int
-    tokens_in: int
-    tokens_out: int
-    engines: dict[str, Metrics]
-    agreement: Agreement | None
-    roofline: str = ""
-
-    @property
-    def within_ties(self) -> bool:
-        return self.agreement is None or self.agreement.within_ties
-
-    @property
-    def ratios(self) -> Metrics:
-        """The ratios of this engine to mlx-lm's best."""
-        return ratios(self.engines)
-
-
 def ratios(medians: dict[str, Metrics]) -> Metrics:
     """The ratio of "ours" to the best of the others, for each metric."""
     found = {}
@@ -88,24 +63,14 @@ def ratios(medians: dict[str, Metrics]) -> Metrics:
     return found
 
 
-def print_medians(
-    medians: dict[str, Metrics], ratios: Metrics, columns: Sequence[Column] = COLUMNS
-) -> None:
+def print_medians(medians: dict[str, Metrics]) -> None:
     """Print a row for each engine or server, and the ratios, if there are any."""
+    is_newcomer = any(NEWCOMER[0].key in m for m in medians.values())
+    columns = NEWCOMER if is_newcomer else COLUMNS
     shown = [c for c in columns if any(c.key in m for m in medians.values())]
     rows = [[name, *(c.text(m) for c in shown)] for name, m in medians.items()]
-    bold = [f"**{ratios[c.key]:.2f}**" if c.key in ratios else "" for c in shown]
-    print_table(["", *(c.heading for c in shown)], [*rows, *([["ratio", *bold]] if ratios else [])])
-
-
-def print_load(result: Result) -> None:
-    """Print the table of a load of engines."""
-    print(
-        f"\n### {result.load}: {result.requests:,} requests, "
-        f"{result.tokens_in:,} / {result.tokens_out:,} tokens in / out\n\n"
-        f"Tokens: {result.agreement or 'mlx-lm failed in all settings'}.\n"
-    )
-    if result.roofline:
-        print(f"{result.roofline}\n")
-    is_newcomer = any(NEWCOMER[0].key in m for m in result.engines.values())
-    print_medians(result.engines, result.ratios, NEWCOMER if is_newcomer else COLUMNS)
+    found = ratios(medians)
+    if any(c.key in found for c in shown):
+        bold = [f"**{found[c.key]:.2f}**" if c.key in found else "" for c in shown]
+        rows.append(["ratio", *bold])
+    print_table(["", *(c.heading for c in shown)], rows)
