@@ -32,7 +32,13 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, read_files
+from vllm_metal_lite.server.served_model import (
+    WAITING,
+    LoadedEngine,
+    Model,
+    ModelSpec,
+    read_files,
+)
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -232,19 +238,16 @@ class Models:
         return model.engine
 
     async def _start_engine(self, model: Model) -> None:
-        began, model.made_room = 0.0, False
-        model.forget_stages()
+        began, model.made_room, model.stages = 0.0, False, {}
         model.begin("starting a process")
 
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal began
             size = self._size(weight_bytes)
-            model.waits_for_memory = True
-            model.begin("waiting for memory")
+            model.begin(WAITING)
             async with self._taking_memory:
                 await self._make_room(model, size)
                 model.reserved = size
-            model.waits_for_memory = False
             began = self._clock()
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
@@ -258,7 +261,7 @@ class Models:
             model.engine = LoadedEngine(client, size, now, stays_until, self._idle_seconds)
             model.failure, model.facts = None, client.facts
         finally:
-            model.reserved, model.waits_for_memory = 0, False
+            model.reserved = 0
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
         took, room = f"{now - began:.1f} s", size_text(size)
