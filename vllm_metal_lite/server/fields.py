@@ -26,7 +26,7 @@ def _idle_seconds(value: Any) -> float | None:
     if (match := _DURATION.fullmatch(str(value))) is None:
         why = 'must be seconds, or a duration such as "5m" or "1h30m"'
         raise PydanticCustomError("keep_alive", why)
-    sign, text = match.groups()[:2]
+    sign, text = match[1], match[2]
     parts = re.findall(_NUMBER + "(ms|s|m|h)", text) if text[-1].isalpha() else [(text, "")]
     seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
     return math.inf if sign and seconds else seconds

@@ -17,8 +17,6 @@ from vllm_metal_lite.model.files.pooling_config import only_pools
 from vllm_metal_lite.server.model_text import ModelFacts
 from vllm_metal_lite.server.worker.client import EngineClient
 
-WAITING = "waiting for memory"  # the stage of a load
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -67,6 +65,8 @@ class Model:
 
     seats: how many of its requests may run.  max_waiting: how many more may wait.
     """
+
+    WAITING = "waiting for memory"  # the stage of a load
 
     def __init__(self, spec: ModelSpec, seats: int, max_waiting: int) -> None:
         self.spec, self.seats, self.max_waiting = spec, seats, max_waiting
@@ -119,7 +119,7 @@ class Model:
     @property
     def waits_for_memory(self) -> bool:
         """Whether its load does."""
-        return self.stage == WAITING and not self.reserved
+        return self.stage == self.WAITING and not self.reserved
 
     @property
     def stage_seconds(self) -> dict[str, float]:
