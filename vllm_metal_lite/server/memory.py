@@ -26,7 +26,5 @@ def memory_budget(config: EngineConfig, gib: float | None) -> int:
 
 def share(budget: int, num_models: int, weight_bytes: int) -> int:
     """Bytes that one model gets: all of the budget if it is alone."""
-    if num_models == 1:
-        return budget
     least = int(_WEIGHTS_TIMES * weight_bytes + _BESIDE_WEIGHTS)
     return min(max(budget // num_models, least), budget)
