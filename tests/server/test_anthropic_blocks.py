@@ -97,15 +97,6 @@ def test_bad_blocks_are_named(content):
     assert caught.value.status == 400
 
 
-def test_an_image_in_a_result_is_named():
-    shown = [block("A picture:"), {"type": "image", "source": {}}]
-    [said] = messages(user([result("t1", shown)]))
-    named = "[image: left out, since the model takes text only]"
-    assert said["content"] == f"A picture:\n{named}"
-    _, said = messages(user([result("t1", "see:"), {"type": "image", "source": {}}]))
-    assert said["content"] == named
-
-
 @pytest.mark.parametrize("place", ["message", "result"])
 def test_documents_and_search_results_of_text_are_read(place):
     plain = {"type": "text", "media_type": "text/plain", "data": "All of it."}

@@ -236,6 +236,9 @@ def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(http):
     assert events[-1] == "[DONE]"
     message = json.loads(events[-2])["error"]["message"]
     assert message == "no token can be sampled: all are excluded by allowed_token_ids and bad_words"
+    *_, last, _ = http.post("/v1/messages", json=body).text.split("\n\n")
+    assert last.startswith('event: error\ndata: {"type":"error","error":{')
+    assert message in last
     whole = http.post("/v1/chat/completions", json={**body, "stream": False})
     assert whole.status_code == 400
     assert whole.json()["error"]["message"] == message

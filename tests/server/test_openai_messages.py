@@ -46,19 +46,6 @@ def test_calls_of_tools_and_their_results():
     ]
 
 
-def test_an_image_in_a_result_is_named():
-    parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "b"}]
-    for role in "tool", "function":
-        [said] = chat_messages([{"role": role, "tool_call_id": "1", "content": parts}])
-        assert said["content"] == "[image_url: left out, since the model takes text only]\nb"
-    *_, said = chat_messages(
-        [{"role": "tool", "content": "see:"}, {"role": "user", "content": parts}]
-    )
-    assert said["content"] == "[image_url: left out, since the model takes text only]\nb"
-    with pytest.raises(ApiError, match="image_url"):
-        chat_messages([{"role": "user", "content": parts}])
-
-
 @pytest.mark.parametrize("name", ["partial", "prefix"])
 def test_a_begun_answer_goes_on(name):
     said = {"role": "assistant", "content": "The"}

@@ -3,9 +3,7 @@
 import json
 from itertools import groupby
 
-import openai
 import pytest
-from pydantic import BaseModel
 
 from tests.support.server.scripted import hermes_call as call
 from vllm_metal_lite import SamplingParams
@@ -112,6 +110,8 @@ def test_the_events_of_each_item(client, script, answer, summary, expected, pref
     assert done == completed.response.output
     assert {i.status for i in added} <= {"in_progress"}
     assert [i.id for i in added] == [i.id for i in done]
+    ids = [event.item_id for event in events if event.type.endswith(".delta")]
+    assert [item_id for item_id, _ in groupby(ids)] == [i.id for i in done]
     assert [i.id.split("_")[0] for i in done] == prefixes
     indexes = [e.output_index for e in events if e.type == "response.output_item.added"]
     assert indexes == list(range(len(done)))
@@ -124,17 +124,6 @@ def test_calls_have_different_ids_though_those_of_the_model_repeat():
     answer = f"<|tool_calls_section_begin|>{2 * call}<|tool_calls_section_end|>"
     reply.take(ChatParser(FORMATS["kimi_k2"], [Tool("wait")]).feed(answer))
     assert len({item["call_id"] for item in reply.items}) == len(reply.items) == 2
-
-
-def test_parsed_arguments(client, script):
-    class Place(BaseModel):
-        city: str
-
-    script.says(call("Place", city="Oslo"))
-    tool = openai.pydantic_function_tool(Place)
-    response = client.responses.parse(model="demo", input="Where?", tools=[tool])
-    [item] = response.output
-    assert item.parsed_arguments == Place(city="Oslo")
 
 
 def test_thoughts_as_a_summary(client, script):

@@ -32,7 +32,7 @@ from vllm_metal_lite.server.anthropic_api import conversation_of
 from vllm_metal_lite.server.conversations import render_prompt
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.model_text import ModelText
-from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
+from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields, chat_messages
 from vllm_metal_lite.server.openai_api.responses import input_messages
 from vllm_metal_lite.server.pictures import Pictures
 from vllm_metal_lite.server.worker import messages
@@ -205,6 +205,38 @@ def test_a_placeholder_in_a_text_is_no_place_for_a_picture():
 def test_text_parts_are_joined_as_ever(tmp_path):
     shown, _ = rendered(reader(READER), user([text("a"), text("b"), chat_part(SEVEN), text("c")]))
     assert shown == "<s>[INST]a\nb#c[/INST]"
+
+
+def by_chat(parts, is_result):
+    result = {"role": "function", "content": parts if is_result else "see:"}
+    return chat_messages([result, user("a" if is_result else parts)])
+
+
+def by_messages(parts, is_result):
+    result = {"type": "tool_result", "tool_use_id": "1", "content": parts if is_result else "see:"}
+    turns = [user([result])] if is_result else [user([result]), user(parts)]
+    return conversation_of([*turns], None).messages
+
+
+def by_responses(parts, is_result):
+    kind = {"type": "function_call_output", "call_id": "1"}
+    result = {**kind, "output": parts if is_result else "see:"}
+    return input_messages([result, user("a" if is_result else parts)], None)
+
+
+@pytest.mark.parametrize("is_result", [True, False], ids=["in it", "behind it"])
+@pytest.mark.parametrize(
+    ("door", "part", "kind"),
+    [
+        (by_chat, chat_part("x"), "image_url"),
+        (by_messages, {"type": "image", "source": {}}, "image"),
+        (by_responses, response_part("x"), "input_image"),
+    ],
+)
+def test_a_picture_of_a_tool_is_named_to_a_model_of_text(door, part, kind, is_result):
+    found = door([text("A picture:"), part], is_result)
+    [said] = [m["content"] for m in found if "picture" in m["content"]]
+    assert said == f"A picture:\n[{kind}: left out, since the model takes text only]"
 
 
 def test_a_model_that_takes_no_pictures_says_why():

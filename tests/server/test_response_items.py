@@ -82,15 +82,6 @@ def test_text_behind_calls_stays_before_their_outputs():
     ]
 
 
-def test_an_image_in_an_output_is_named():
-    parts = [text("A picture:"), {"type": "input_image", "image_url": "x"}]
-    [said] = input_messages([output("c", parts, "custom_tool_call_output")], None)
-    named = "[input_image: left out, since the model takes text only]"
-    assert said["content"] == f"A picture:\n{named}"
-    *_, said = input_messages([CALL, output("c1", "see:"), item("user", parts)], None)
-    assert said["content"] == f"A picture:\n{named}"
-
-
 def test_tools_and_what_the_host_has_run_are_no_messages():
     items = [
         {"type": "additional_tools", "role": "developer", "tools": []},

@@ -173,6 +173,10 @@ def test_parsed_arguments(chat, script):
     message = chat.of(chat.client).parse(**asked).choices[0].message
     assert message.tool_calls[0].function.parsed_arguments == Place(city="Oslo")
     assert message.content is None
+    other = Responses(script.running.url)
+    asked = {**other.request(), "tools": [openai.pydantic_function_tool(Place)]}
+    [item] = other.of(other.client).parse(**asked).output
+    assert item.parsed_arguments == Place(city="Oslo")
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])

@@ -28,7 +28,7 @@ from vllm_metal_lite.server.deltas import deltas, whole_answers
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.messages import Add, Delta, EngineLost
-from vllm_metal_lite.server.worker.process import Caller, ToServer, Worker
+from vllm_metal_lite.server.worker.process import Caller, Worker
 from vllm_metal_lite.server.worker.request_state import RequestState, news_of
 from vllm_metal_lite.structured_outputs import compiler
 
@@ -191,7 +191,7 @@ def test_the_engines_log_reaches_the_servers_log(client, caplog):
     """With levels, and with the lines that show progress."""
     server, theirs = Pipe()
     log = logging.Logger("in the process")
-    log.addHandler(ToServer(Caller(theirs)))
+    log.addHandler(Caller(theirs))
     log.info("trying %d kernels", 3, extra={"transient": True})
     log.warning("a kernel was replaced")
     with caplog.at_level(logging.INFO, "vllm_metal_lite"):

@@ -24,17 +24,18 @@ from vllm_metal_lite.server.content import (
     joined,
     part_of,
     part_text,
+    parts_allowed,
     text_of,
     tool_message,
 )
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems, render
-from vllm_metal_lite.server.errors import anthropic_shape, bad, must_be, shown_error
+from vllm_metal_lite.server.errors import bad, error_event, must_be
 from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
 from vllm_metal_lite.server.request_tools import add_tool, check_demand, check_named, function_tool
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.stream import encode, event, sse
+from vllm_metal_lite.server.stream import event
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
 from vllm_metal_lite.server.worker.messages import Delta
@@ -57,14 +58,12 @@ def conversation_of(
         rendered.append({"role": "system", "content": text})
     names: dict[Any, str] = {}
     for i, message in enumerate(messages):
-        follows_tool = bool(rendered) and rendered[-1]["role"] == "tool"
-        rendered += _messages(message, f"messages.{i}", names, pictures, follows_tool)
-    last = rendered[-1] if rendered else {"role": ""}
+        allowed = parts_allowed(message.get("role"), rendered, pictures)
+        rendered += _messages(message, f"messages.{i}", names, *allowed)
+    last, how = rendered[-1] if rendered else {"role": ""}, dict[str, Any]()
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
-        template = {"continue_final_message": True}
-        how: dict[str, Any] = {"template": template, "add_generation_prompt": False}
-        return ChatRequest(join_systems(rendered), pictures=pictures, **how)
-    return ChatRequest(join_systems(rendered), pictures=pictures)
+        how = {"template": {"continue_final_message": True}, "add_generation_prompt": False}
+    return ChatRequest(join_systems(rendered), pictures=pictures, **how)
 
 
 def _messages(
@@ -72,12 +71,12 @@ def _messages(
     where: str,
     names: dict[Any, str],
     pictures: Pictures,
-    follows_tool: bool,
+    is_result: bool,
 ) -> Iterator[Message]:
     """The messages that one of Anthropic's becomes: the results of tools have their own role.
 
     names: the tools' names, by call id; a result has only the id.
-    follows_tool: the message before ends with a result; agents send a result's file after it.
+    pictures, is_result: see `parts_allowed`.
     """
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
@@ -88,9 +87,7 @@ def _messages(
     elif role == "assistant":
         yield _assistant(blocks, where, names)
     else:
-        is_user = role == "user"
-        taken = pictures if is_user else OF_SYSTEM
-        yield from _user(role, blocks, where, names, taken, follows_tool and is_user)
+        yield from _user(role, blocks, where, names, pictures, is_result)
 
 
 def _assistant(blocks: list[Any], where: str, names: dict[Any, str]) -> Message:
@@ -119,14 +116,14 @@ def _user(
     where: str,
     names: dict[Any, str],
     pictures: Pictures,
-    follows_tool: bool,
+    is_result: bool,
 ) -> Iterator[Message]:
     parts: list[Any] = []
     has_results = any(type_of(block) == "tool_result" for block in blocks)
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
         if type_of(block) != "tool_result":
-            parts.append(part_of(block, at, pictures, has_results or follows_tool))
+            parts.append(part_of(block, at, pictures, has_results or is_result))
             continue
         if parts:
             yield {"role": role, "content": joined(parts)}
@@ -171,7 +168,7 @@ class MessageReply(Blocks[bytes]):
             yield event("message_delta", delta=self._ending(), usage=self._usage())
             yield event("message_stop")
         except Exception as e:
-            yield sse(encode(anthropic_shape(shown_error(e))), "error")
+            yield error_event(e, "/v1/messages")
 
     async def _news(self) -> AsyncIterator[bytes]:
         async for delta in self._deltas:

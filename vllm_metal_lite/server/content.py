@@ -1,15 +1,16 @@
 """The parts of messages, converted for chat templates."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
+from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
-from vllm_metal_lite.server.pictures import KINDS, TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import KINDS, OF_SYSTEM, TEXT_ONLY, Pictures
 from vllm_metal_lite.server.templates import Content
 
 # The types of parts that hold text, in all three chat APIs.
@@ -31,11 +32,20 @@ def text_of(content: Any, where: str) -> str:
     return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
 
-def content_of(content: Any, where: str, pictures: Pictures, is_result: bool) -> Content:
-    """The content of a message that may have pictures: a text, or parts if it has some.
+def parts_allowed(
+    role: Any, before: Sequence[Message], pictures: Pictures
+) -> tuple[Pictures, bool]:
+    """(The pictures that a message of this role may have, whether it is a tool's result or brings
+    one, see `part_of`.)  before: the messages before it; agents send a result's files in a message
+    of the user behind the result."""
+    follows_tool = bool(before) and before[-1]["role"] == "tool"
+    is_result = role == "tool" or (role == "user" and follows_tool)
+    return OF_SYSTEM if role == "system" else pictures, is_result
 
-    is_result: the message is a tool's result, or brings one, see `part_of`.
-    """
+
+def content_of(content: Any, where: str, pictures: Pictures, is_result: bool) -> Content:
+    """The content of a message that may have pictures: a text, or parts if it has some.  The place
+    of the message decides about pictures and is_result, see `parts_allowed`."""
     if not isinstance(content, list):
         return text_of(content, where)
     return joined(

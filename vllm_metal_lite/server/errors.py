@@ -111,7 +111,7 @@ def anthropic_shape(e: ApiError) -> dict[str, Any]:
 
 
 def error_event(e: Exception, path: str) -> bytes:
-    """The events of a stream that an exception ends before its first event."""
+    """The events that end a stream before its first event, in the form of the path's API."""
     error = shown_error(e)
     if path.startswith("/v1/messages"):
         return sse(encode(anthropic_shape(error)), "error")

@@ -15,24 +15,21 @@ from vllm_metal_lite.server.errors import must_be
 
 T = TypeVar("T")
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)"
-_DURATION = re.compile(rf"(-?)((?:{_PART})+)")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_DURATION = re.compile(rf"(-?)((?:{_NUMBER}(?:ms|s|m|h))+|{_NUMBER}(?:e[+-]?\d+)?)")
 
 
 def _idle_seconds(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
-        seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, match[2]))
-        return math.inf if match[1] and seconds else seconds
-    try:
-        if isinstance(value, bool) or math.isnan(seconds := float(value)):
-            raise ValueError
-    except (TypeError, ValueError):
+    if (match := _DURATION.fullmatch(str(value))) is None:
         why = 'must be seconds, or a duration such as "5m" or "1h30m"'
-        raise PydanticCustomError("keep_alive", why) from None
-    return math.inf if seconds < 0 else seconds
+        raise PydanticCustomError("keep_alive", why)
+    sign, text = match[1], match[2]
+    parts = re.findall(_NUMBER + "(ms|s|m|h)", text) if text[-1].isalpha() else [(text, "")]
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return math.inf if sign and seconds else seconds
 
 
 # The type of Ollama's `keep_alive`, in seconds; below 0 means for ever.  As in OLLAMA_KEEP_ALIVE, a

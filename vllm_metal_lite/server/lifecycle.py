@@ -18,14 +18,11 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import cancel_if
+from vllm_metal_lite.server.worker.request_state import ShuttingDown
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2  # for the last bytes of ended streams
-
-
-class _Stopped(Exception):
-    """A stop is asked for."""
 
 
 class Stopping:
@@ -54,8 +51,8 @@ async def serve(
     """
     try:
         try:
-            await cancel_if(stopping.asked.wait(), _Stopped, models.start())
-        except _Stopped:
+            await cancel_if(stopping.asked.wait(), ShuttingDown, models.start())
+        except ShuttingDown:
             return
         server = Server(config, models)
         http = _Http(

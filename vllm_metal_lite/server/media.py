@@ -29,10 +29,6 @@ _NAT64 = IPv6Network("64:ff9b::/96")  # its last 32 bits are an IPv4 address
 _PORTS = {"http": 80, "https": 443}
 
 
-class _Refused(Exception):
-    """Its text says why a URL is not fetched."""
-
-
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to one host of the public Internet."""
     ip: Any = ip_address(address)
@@ -73,10 +69,10 @@ class Media:
                         files[url] += part
                         if sum(map(len, files.values())) > self.max_bytes:
                             most = f"{self.max_bytes:,} bytes"
-                            raise _Refused(f"a request's pictures may have {most} together")
+                            raise ValueError(f"a request's pictures may have {most} together")
             except TimeoutError:
                 why = f"it has not come within {self.seconds:g} seconds"
-            except (_Refused, httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as e:
+            except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as e:
                 why = one_line(e)
             else:
                 return
@@ -108,26 +104,26 @@ class Media:
                     url = url.join(reply.headers["Location"])
                     continue
                 if reply.status_code != 200:
-                    raise _Refused(f"the status is {reply.status_code}")
+                    raise ValueError(f"the status is {reply.status_code}")
                 async for part in reply.aiter_raw():
                     yield part
                 return
             finally:
                 await reply.aclose()
-        raise _Refused(f"it has more than {MAX_REDIRECTS} redirects")
+        raise ValueError(f"it has more than {MAX_REDIRECTS} redirects")
 
     async def _address(self, url: httpx2.URL) -> str:
         """The address to connect to."""
         shown = show(url.host[:80])
         if url.scheme not in _PORTS:
-            raise _Refused(f"{show(url.scheme[:80])} is not http or https")
+            raise ValueError(f"{show(url.scheme[:80])} is not http or https")
         if url.host not in self.domains and "*" not in self.domains:
-            raise _Refused(f"the host {shown} is not in allowed_media_domains")
+            raise ValueError(f"the host {shown} is not in allowed_media_domains")
         loop, port = asyncio.get_running_loop(), url.port or _PORTS[url.scheme]
         resolved = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
         addresses = [str(where[0]) for *_, where in resolved]
         if not all(map(self.allows, addresses)):
-            raise _Refused(f"the host {shown} has an address that is not public")
+            raise ValueError(f"the host {shown} has an address that is not public")
         return addresses[0]
 
 

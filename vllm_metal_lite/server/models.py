@@ -28,9 +28,9 @@ from dataclasses import replace
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten, size_text
+from vllm_metal_lite.errors import ModelLoadError, Option, one_line, shorten, size_text
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.memory import memory_budget, share
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.served_model import LoadedEngine, Model, ModelSpec, read_files
 from vllm_metal_lite.server.settings import ServerConfig
@@ -38,9 +38,6 @@ from vllm_metal_lite.server.worker.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
-_GIB = 2**30
-# A model needs more than its weights: K and V, states, and what a step computes.
-_WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
 # Seconds from a failed load to the next try: usually, and if other models were unloaded for it.
 _RETRY, _RETRY_WITH_ROOM = 5.0, 60.0
 
@@ -61,19 +58,11 @@ class Models:
         self, specs: list[ModelSpec], config: EngineConfig, server_config: ServerConfig
     ) -> None:
         self.config = config
-        minutes = server_config.idle_unload
-        self._idle_seconds = math.inf if minutes is None else 60 * minutes
+        self._idle_seconds = 60 * (server_config.idle_unload or math.inf)
         seats, max_waiting = config.max_num_seqs, server_config.max_waiting
         self.by_name = {spec.name: Model(spec, seats, max_waiting) for spec in specs}
         self._memory = backend.memory_limit()
-        fraction = config.memory_fraction or profile().memory_fraction
-        budget = server_config.memory_budget_gib
-        self.budget = int(self._memory * fraction if budget is None else budget * _GIB)
-        if self.budget > self._memory:
-            raise ConfigError(
-                Option("memory_budget_gib"),
-                f" is {size_text(self.budget)}; this device has {size_text(self._memory)}",
-            )
+        self.budget = memory_budget(config, server_config.memory_budget_gib)
         self._taking_memory = asyncio.Lock()
         # Set when a request has left an engine or waits no more, and when a load has ended.
         self._changed = asyncio.Event()
@@ -115,9 +104,8 @@ class Models:
         try:
             engine = await self._acquire(model)
         except ModelLoadError as e:
-            left = round(max(model.retry_at - self._clock(), 1))
             why = f"The model `{model.spec.name}` cannot be loaded: {e}"
-            wait = {"Retry-After": str(left)}
+            wait = {"Retry-After": str(round(max(model.retry_at - self._clock(), 1)))}
             raise ApiError(503, why, code="model_not_loaded", headers=wait) from e
         if idle_seconds is not None:
             engine.idle_seconds = idle_seconds
@@ -232,19 +220,16 @@ class Models:
         return model.engine
 
     async def _start_engine(self, model: Model) -> None:
-        began, model.made_room = 0.0, False
-        model.forget_stages()
+        began, model.made_room, model.stages = 0.0, False, {}
         model.begin("starting a process")
 
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal began
-            size = self._size(weight_bytes)
-            model.waits_for_memory = True
-            model.begin("waiting for memory")
+            size = share(self.budget, len(self.by_name), weight_bytes)
+            model.begin(model.WAITING)
             async with self._taking_memory:
                 await self._make_room(model, size)
                 model.reserved = size
-            model.waits_for_memory = False
             began = self._clock()
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
@@ -258,18 +243,11 @@ class Models:
             model.engine = LoadedEngine(client, size, now, stays_until, self._idle_seconds)
             model.failure, model.facts = None, client.facts
         finally:
-            model.reserved, model.waits_for_memory = 0, False
+            model.reserved = 0
         if model.spec.chat_format is not None:
             client.model.chat_format = model.spec.chat_format
         took, room = f"{now - began:.1f} s", size_text(size)
         self._log(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
-
-    def _size(self, weight_bytes: int) -> int:
-        """Bytes that a model gets: all of the budget if it is alone."""
-        if len(self.by_name) == 1:
-            return self.budget
-        least = int(_WEIGHTS_TIMES * weight_bytes + _BESIDE_WEIGHTS)
-        return min(max(self.budget // len(self.by_name), least), self.budget)
 
     async def _make_room(self, model: Model, size: int) -> None:
         """Unload models until `size` bytes are free.

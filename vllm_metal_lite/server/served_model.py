@@ -66,6 +66,8 @@ class Model:
     seats: how many of its requests may run.  max_waiting: how many more may wait.
     """
 
+    WAITING = "waiting for memory"  # the stage of a load
+
     def __init__(self, spec: ModelSpec, seats: int, max_waiting: int) -> None:
         self.spec, self.seats, self.max_waiting = spec, seats, max_waiting
         self.engine: LoadedEngine | None = None
@@ -73,13 +75,12 @@ class Model:
         self.num_waiting = 0  # requests that wait for `loading`
         self.giving_up: asyncio.TimerHandle | None = None  # ends a load that none waits for
         self.leaving: asyncio.Task[None] | None = None  # the unload after an idle time
-        self.waits_for_memory = False  # whether its load does
         self.reserved = 0  # bytes of memory for the engine that loads
         self.context: int | None = None  # the longest context in tokens, as the model's files say
         self.only_pools = False  # whether it is made for embeddings or scores alone
         self.facts: ModelFacts | None = None  # those of its latest engine
         # When each stage of the latest load began; "": when the load ended.
-        self._stages: dict[str, float] = {}
+        self.stages: dict[str, float] = {}
         self.failure: str | None = None  # why the last load failed
         self.retry_at = -inf
         self.made_room = False  # whether its load has unloaded another model
@@ -110,22 +111,27 @@ class Model:
 
     def begin(self, stage: str) -> None:
         """Note a stage of its load, by the line that reports it.  "": the load has ended."""
-        self._stages.setdefault(re.split("[:,]", stage)[0], time.monotonic())
+        self.stages.setdefault(re.split("[:,]", stage)[0], time.monotonic())
 
-    def forget_stages(self) -> None:
-        self._stages.clear()
+    @property
+    def stage(self) -> str:
+        return next(reversed(self.stages), "")
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether its load does."""
+        return self.stage == self.WAITING and not self.reserved
 
     @property
     def stage_seconds(self) -> dict[str, float]:
         """How long each stage of its latest load took, in order."""
-        pairs = pairwise(self._stages.items())
+        pairs = pairwise(self.stages.items())
         return {stage: round(end - began, 3) for (stage, began), (_, end) in pairs}
 
     @property
     def progress(self) -> str:
         """What a request for it waits for, in one line."""
-        stage = next(reversed(self._stages), "")
-        return f"the model {self.spec.name} is {self.state}: {stage}"
+        return f"the model {self.spec.name} is {self.state}: {self.stage}"
 
     @property
     def state(self) -> str:

@@ -87,7 +87,7 @@ def tour(view: PageView) -> Iterator[str]:
 @pytest.mark.parametrize("width", HEIGHTS)
 def test_nothing_is_cut_covered_or_small(crowd, width):
     view = crowd(width)
-    least = 40 if width < 700 else 24
+    least = 44 if width < 700 else 24
     found = [
         f"{state}: {wrong}" for state in tour(view) for wrong in faults(view.page, least=least)
     ]

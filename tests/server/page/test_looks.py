@@ -32,22 +32,6 @@ def test_a_laptop_shows_the_engine_whole(open_page, width):
         assert context["y"] + context["height"] < hint["y"] + hint["height"] + 5  # on one line
 
 
-def test_fingers_find_every_button(open_page):
-    view = open_page(viewport={"width": 390, "height": 844})
-    page = view.page
-    view.answer_with({"content": "```c\n1\n```"}, usage=USAGE)
-    view.answer_to("hello")
-    small = """all => all.filter((e) => e.checkVisibility({visibilityProperty: true}))
-      .map((e) => [e.getBoundingClientRect(), e.getAttribute("aria-label") ?? e.innerText])
-      .filter(([box]) => box.width < 44 || box.height < 44).map(([box, name]) => name)"""
-    assert not page.locator("button, a.quiet, label.quiet, select").evaluate_all(small)
-    page.click("#sidebar-toggle")
-    assert not page.locator("button, label.quiet, #search").evaluate_all(small)
-    page.mouse.click(380, 400)
-    page.click("#engine-toggle")
-    assert not page.locator("#engine button, #engine a").evaluate_all(small)
-
-
 @pytest.mark.parametrize("width", [360, 390])
 def test_a_phone_shows_its_buttons_beside_their_titles(open_page, width):
     view = open_page(viewport={"width": width, "height": 844}, opens=False)

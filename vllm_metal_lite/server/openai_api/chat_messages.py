@@ -1,6 +1,6 @@
 """A conversation in OpenAI's form: the fields of a body, its tools, and messages for templates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.server.body import Body
-from vllm_metal_lite.server.content import arguments_of, content_of
+from vllm_metal_lite.server.content import arguments_of, content_of, parts_allowed
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import optional, required_text, type_of
 from vllm_metal_lite.server.params import Unsupported
-from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
 from vllm_metal_lite.server.request_tools import add_tool, check_named, function_tool, openai_choice
 
 # The arguments of transformers' apply_chat_template that are not variables of a template.
@@ -93,27 +93,18 @@ def chat_messages(messages: list[dict[str, Any]], pictures: Pictures = TEXT_ONLY
     """
     rendered: list[Message] = []
     for i, message in enumerate(messages):
-        follows_tool = bool(rendered) and rendered[-1]["role"] == "tool"
-        rendered.append(_message(message, f"messages.{i}", follows_tool, pictures))
+        rendered.append(_message(message, f"messages.{i}", rendered, pictures))
     return join_systems(rendered)
 
 
 def _message(
-    message: Mapping[str, Any], where: str, follows_tool: bool, pictures: Pictures
+    message: Mapping[str, Any], where: str, before: Sequence[Message], pictures: Pictures
 ) -> Message:
-    """One message.
-
-    follows_tool: the message before is a tool's.  Agents send the pictures of a result in a message
-    of the user.
-    """
     role = required_text(message, "role", where)
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)
-    is_result = rendered["role"] == "tool" or (rendered["role"] == "user" and follows_tool)
-    if rendered["role"] == "system":
-        pictures = OF_SYSTEM
-    content = message.get("content")
-    rendered["content"] = content_of(content, f"{where}.content", pictures, is_result)
+    allowed, content = parts_allowed(rendered["role"], before, pictures), message.get("content")
+    rendered["content"] = content_of(content, f"{where}.content", *allowed)
     optional(message, "tool_call_id", str, where)
     call = rendered.pop("function_call", None)  # the older form
     calls = rendered.pop("tool_calls", None) or ([] if call is None else [{"function": call}])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.errors import bad, openai_shape, shown_error
+from vllm_metal_lite.server.errors import bad, error_event
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.stream import DONE, encode, sse
 from vllm_metal_lite.server.whole_json import encode_slowly
@@ -134,9 +134,9 @@ class Reply:
                     yield chunks
             if self._with_usage:
                 yield sse(encode({**self._common, "choices": [], "usage": self._usage()}))
+            yield DONE
         except Exception as e:
-            yield sse(encode(openai_shape(shown_error(e))))
-        yield DONE
+            yield error_event(e, "/v1/chat/completions")
 
     def _count(self, delta: Delta) -> None:
         self._num_tokens += len(delta.token_ids)

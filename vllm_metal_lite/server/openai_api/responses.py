@@ -10,7 +10,13 @@ from starlette.responses import Response
 from vllm_metal_lite.engine.chat_checkpoints import Message
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.content import content_of, function_call, text_of, tool_message
+from vllm_metal_lite.server.content import (
+    content_of,
+    function_call,
+    parts_allowed,
+    text_of,
+    tool_message,
+)
 from vllm_metal_lite.server.conversations import ChatRequest, join_systems
 from vllm_metal_lite.server.errors import bad, must_be
 from vllm_metal_lite.server.fields import required_text
@@ -18,7 +24,7 @@ from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_tools import PARAMETER, ResponseTools, flat_name
 from vllm_metal_lite.server.params import SamplingFields, Unsupported
-from vllm_metal_lite.server.pictures import OF_SYSTEM, TEXT_ONLY, Pictures
+from vllm_metal_lite.server.pictures import TEXT_ONLY, Pictures
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.whole_json import whole_json
@@ -64,19 +70,17 @@ class _History:
             raise bad(where, f": input items of type {show(item['type'])} are not supported")
 
     def message(self, item: Mapping[str, Any], where: str) -> None:
-        role = required_text(item, "role", where)
-        follows_tool = bool(self.messages) and self.messages[-1]["role"] == "tool"
-        content: Any = item.get("content")
+        role, content, where = (
+            required_text(item, "role", where),
+            item.get("content"),
+            f"{where}.content",
+        )
         if role == "assistant":
-            content = text_of(content, f"{where}.content")
-        else:
-            is_user = role == "user"
-            pictures = self._pictures if is_user else OF_SYSTEM
-            content = content_of(content, f"{where}.content", pictures, follows_tool and is_user)
-        if role == "assistant":
-            self._said(content)
-        else:
-            self._other({"role": "system" if role == "developer" else role, "content": content})
+            self._said(text_of(content, where))
+            return
+        role = "system" if role == "developer" else role
+        allowed = parts_allowed(role, self.messages, self._pictures)
+        self._other({"role": role, "content": content_of(content, where, *allowed)})
 
     def function_call(self, item: Mapping[str, Any], where: str) -> None:
         self._call(item, item.get("arguments"), where)

@@ -52,7 +52,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
     server = Caller(pipe)
-    package.addHandler(ToServer(server))
+    package.addHandler(server)
     package.setLevel(logging.INFO)
     with never_waiting(), suppress(EOFError, OSError):  # the server is gone
         try:
@@ -83,16 +83,23 @@ def _end_with_server() -> None:
     os._exit(1)
 
 
-class Caller:
-    """Calls methods of the EngineClient at the other end of a pipe, from any thread."""
+class Caller(logging.Handler):
+    """Calls methods of the EngineClient at the other end of a pipe, from any thread.  As a handler
+    of the package's log it sends the lines to the server, which shows them."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock = pipe, Lock()
+        super().__init__()
+        self._pipe, self._sending = pipe, Lock()
 
     def call(self, method: str, *args: Any) -> None:
         """Raises OSError if the server is gone."""
-        with self._lock:
+        with self._sending:
             self._pipe.send((method, args))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        transient = bool(getattr(record, "transient", False))
+        with suppress(OSError):
+            self.call("logged", record.levelno, self.format(record), transient)
 
 
 class Worker:
@@ -232,19 +239,6 @@ class Worker:
             self._server.call("measured", self._engine.metrics())
         if updates:
             self._server.call("stepped", updates)
-
-
-class ToServer(logging.Handler):
-    """Sends the package's log to the server, which shows it."""
-
-    def __init__(self, server: Caller) -> None:
-        super().__init__()
-        self._server = server
-
-    def emit(self, record: logging.LogRecord) -> None:
-        transient = bool(getattr(record, "transient", False))
-        with suppress(OSError):
-            self._server.call("logged", record.levelno, self.format(record), transient)
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:
