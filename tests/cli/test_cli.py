@@ -49,6 +49,7 @@ USAGE = {
     "serve demo --model demo": "two models have the name 'demo'",
     "serve --model a=b\udcff": "models and their names must be UTF-8, got 'b\\udcff'",
     "serve --model demo --served-model-name x": "with --model, write NAME=MODEL",
+    "serve --model a=demo --model b=demo --draft-model c": "--draft-model drafts for one model",
     "serve --pin nobody": "--pin nobody: no such model; the models are: demo",
     "serve --chat-format x=hermes": "--chat-format x=hermes: no such model; the models are: demo",
     "serve --chat-format demo=x": "--chat-format must be one of cohere, ",

@@ -12,6 +12,7 @@ from tests.support.images import seeing
 from tests.support.models import tiny_models as tiny
 from tests.support.models.configs import VOCAB, config_of
 from tests.support.models.trained_heads import NAMES, Head, write_head
+from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import MAX_MODEL_DRAFTS, EngineConfig
 from vllm_metal_lite.engine.describe import describe
@@ -249,6 +250,12 @@ def quantised(weights):
         else:
             found[name] = weight
     return found
+
+
+def test_a_head_that_is_asked_for_must_be_there(tmp_path):
+    path, options = str(tiny.write_folder(tmp_path, "qwen3_5")), {"max_model_len": 100}
+    with pytest.raises(ModelLoadError, match="no trained head in its folder"):
+        LLM(path, num_blocks=16, speculative_config={"method": "mtp"}, **options)
 
 
 def test_a_model_without_a_head_drafts_by_lookup_alone(tmp_path):

@@ -21,6 +21,8 @@ from vllm_metal_lite.server.settings import ServerConfig
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
+    if engine.draft_model is not None and len(named) > 1:
+        raise options.UsageError("--draft-model drafts for one model, and several are served")
     formats = _chat_formats(args, named)
     try:
         from vllm_metal_lite.server.lifecycle import Stopping, listen, serve, stop_on_signals

@@ -17,7 +17,7 @@ from vllm_metal_lite.engine.one_thread import held
 from vllm_metal_lite.engine.pooling import checked
 from vllm_metal_lite.engine.prompt_ids import Prompt, as_list, is_list, text_or_ids
 from vllm_metal_lite.engine.scoring import plan_scores
-from vllm_metal_lite.errors import RequestError, one_line, show
+from vllm_metal_lite.errors import ModelLoadError, RequestError, one_line, show
 from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -38,6 +38,8 @@ class LLM:
         if (how := options.pop("speculative_config", None)) is not None:
             options |= speculative_options(how)
         self.engine = LLMEngine.from_name(model, EngineConfig(**options))
+        if how and how.get("method") == "mtp" and self.engine.model.drafter is None:
+            raise ModelLoadError(f"{model}: there is no trained head in its folder")
         self._ids = itertools.count()
 
     def generate(

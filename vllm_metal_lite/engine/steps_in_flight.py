@@ -87,9 +87,11 @@ class StepsInFlight:
 
     def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
+        assert self.speculator is not None, "a speculator asks for these drafts"
         runner, size = self.pipeline.runner, self.inputs.block_size
         found: list[list[int]] = [[] for _ in wanted]
         if runner.drafter is None:  # drafting has failed
+            self.speculator.max_model_drafts = 0
             return found
         known = self._last_rows if runner.drafter.can_draft else ()
         which = [i for i, (request, _) in enumerate(wanted) if request in known]

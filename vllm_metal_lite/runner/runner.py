@@ -19,7 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.errors import is_our_fault, one_line
 from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import drafter
@@ -226,9 +226,8 @@ class ModelRunner:
             self.sampler.state = before
             if not self._fall_back(e, lambda: draft(*how, self._state)):
                 why = f"{type(e).__name__}: {one_line(e)}"
-                logger.warning(
-                    f"no model drafts tokens from now on, because drafting failed: {why}"
-                )
+                log = logger.exception if is_our_fault(e) else logger.warning
+                log(f"no model drafts tokens from now on, because drafting failed: {why}")
                 self.drafter = self._drafting = None
             return None
         return self._drafts.token_ids

@@ -153,7 +153,7 @@ class Speculator:
         max_model_drafts: int = 0,
     ) -> None:
         self._tokens_of, self._draft_by_model = tokens_of, draft
-        self._max_model_drafts = max_model_drafts if draft is not None else 0
+        self.max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # of the last step, as in Pace
@@ -211,7 +211,7 @@ class Speculator:
         best, best_gain = (0, 0), _MARGIN
         histories = [self._history(request) for request in requests]
         caps = (*_CAPS, 0) if any(looked_up) else (0,)
-        for cap, by_model in product(caps, range(self._max_model_drafts + 1)):
+        for cap, by_model in product(caps, range(self.max_model_drafts + 1)):
             expected, num_drafts, used = 0.0, 0, 0
             for history, limit, found in zip(histories, limits, looked_up, strict=True):
                 lengths = min(len(found), cap), min(by_model, limit)
