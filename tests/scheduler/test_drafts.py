@@ -82,3 +82,17 @@ def test_drafts_use_what_a_step_leaves_over():
         assert all(out.total_num_scheduled_tokens <= 6 for out in steps)
         chunks.append(mine)
     assert chunks[0] == chunks[1] == [[5]] * 6
+
+
+def test_a_request_that_is_admitted_behind_its_prompt_has_no_drafts_yet():
+    """Its prompt is cached, and its answer's first tokens are forced.  It has no seat yet."""
+    engine = FakeEngine(fake_config(4, max_num_seqs=2, enable_prefix_caching=True), 60, 64)
+    engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of)
+    engine.add([1, 2, 3, 4, 5, 6, 7, 8], 2)
+    engine.run()
+    request = engine.add([1, 2, 3, 4], 20)
+    request.token_ids += [5, 6]
+    out = engine.step()
+    assert out.admitted == [request]
+    assert [(s.num_computed, s.num_scheduled, s.is_prompt) for s in out.segments] == [(4, 2, False)]
+    assert engine.step().has_drafts

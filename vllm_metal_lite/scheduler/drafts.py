@@ -38,8 +38,13 @@ class DraftScheduler:
         budget: the most drafts.  num_running: requests that have a seat.
         """
         decodes = out.segments[: out.num_decodes]
-        ends = [s for s in out.segments if not s.is_prompt and s.end == s.request.num_tokens]
-        wanted = [(s, most) for s in ends if (most := self._room(s)) > 0]
+        wanted = [
+            (s, most)
+            for s in out.segments
+            # An admitted request has no seat yet, whose tokens the drafts would follow.
+            if not s.is_prompt and s.end == s.request.num_tokens and s.request not in out.admitted
+            if (most := self._room(s)) > 0
+        ]
         if budget < 1 or not wanted or not self.has_room:
             return
         proposed = propose(wanted)
