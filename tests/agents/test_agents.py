@@ -82,6 +82,7 @@ def test_each_agent_does_its_task(tmp_path, template, hybrid, thoughts):
     assert session.hits[-9] >= 0.9, session.log
 
 
+@pytest.mark.thorough
 def test_each_agent_reads_a_picture_and_goes_on(tmp_path):
     """A bright picture; without a picture the model would say that it is dark."""
     installed()
