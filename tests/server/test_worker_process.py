@@ -35,7 +35,7 @@ async def configure(weight_bytes):
 
 async def main():
     if sys.argv[1] == "loading":
-        client = EngineClient("demo", None)
+        client = EngineClient("demo", None, str)
         client._link.send(await configure(0))
         print(client.pid, flush=True)
     else:
@@ -123,7 +123,7 @@ async def test_a_start_that_fails_says_why_in_one_line_and_leaves_nothing(
 
 
 async def test_a_start_may_be_cancelled_or_its_process_killed():
-    client = EngineClient("demo", None)
+    client = EngineClient("demo", None, str)
     starting = asyncio.ensure_future(start_engine())
     await asyncio.sleep(0.2)
     starting.cancel()
