@@ -4,13 +4,15 @@ import plistlib
 import re
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
-from tools.packaging import formula
+from tools.release import formula
 from vllm_metal_lite import MetalLiteError
 
 FOLDER = Path(formula.__file__).parent
@@ -128,3 +130,10 @@ def test_systemd_takes_the_unit(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     ours = [line for line in done.stderr.splitlines() if "vllm-metal-lite" in line]
     assert not ours
+
+
+def test_no_folder_of_tools_hides_an_installed_package():
+    """A script of tools/ has the folder in front of `sys.path`."""
+    folders = {path.name for path in FOLDER.parent.iterdir() if path.is_dir()}
+    hidden = folders & {*sys.stdlib_module_names, *packages_distributions()}
+    assert not hidden, hidden

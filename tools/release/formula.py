@@ -2,7 +2,7 @@
 
     pip install --dry-run --ignore-installed --report report.json --only-binary=:all: \\
       --target unused --platform macosx_14_0_arm64 --python-version 3.13 "WHEEL[serve]" hatchling
-    python -m tools.packaging.formula SDIST report.json --url URL --homepage URL
+    python -m tools.release.formula SDIST report.json --url URL --homepage URL
 
 Run pip on a Mac: it checks the conditions of dependencies for the system that it runs on.
 hatchling builds the package from its source.
