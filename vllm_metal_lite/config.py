@@ -27,7 +27,7 @@ MM_LIMITS = {"image": 100, "audio": 0, "video": 0}
 
 # A request has at most this number of drafts in a step.
 MAX_DRAFT = 31
-# A drafter makes at most this number of drafts for a request in a step.
+# The most drafts that a drafter makes for a request in a step.
 MAX_MODEL_DRAFTS = 7
 # At most this number of rows get logits, unless more requests decode: a row's logits take a
 # vocabulary of memory.

@@ -137,7 +137,7 @@ def test_splits_of_head_dims(dim, v_dim, bits, dtype):
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)], ids=str)
 def test_splits_of_any_number_of_query_heads_a_kv_head(heads):
-    """With one head, the sums of one row are fewer than the elements of a ticket."""
+    """With one head, a row has fewer sums than a ticket has elements."""
     Case([(1, 40)], heads=heads, padding=0).check(splits=2)
     Case(DRAFTED[:3], heads=heads).check(splits=4)
 

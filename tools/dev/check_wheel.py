@@ -103,7 +103,7 @@ def check_server(command: str, folder: Path) -> None:
 
 
 def check_installers(wheel: Path, folder: Path) -> None:
-    """Install the wheel with pipx and with uv; skipped where the index does not have them."""
+    """Install the wheel with pipx and with uv.  An installer that pip cannot get is skipped."""
     python = folder / "venv" / "bin" / "python"
     for words in ["pipx", "install"], ["uv", "tool", "install"]:
         name, home = words[0], folder / words[0]

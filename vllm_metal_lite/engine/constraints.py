@@ -96,15 +96,12 @@ class Constraints:
 
     def masks_behind(self, requests: Sequence[Request], drafts: np.ndarray) -> TokenMasks | None:
         """The tokens that may follow the drafts (R, K) of R requests."""
-        rows, masks = [], []
+        found: dict[int, np.ndarray | None] = {}
         for row, request in enumerate(requests):
-            if (entry := self._of.get(request)) is None:
-                continue
-            self.continued(request, drafts[row].tolist(), drafts.shape[1])
-            if (bits := entry.masks[-1]) is not None:
-                rows.append(row)
-                masks.append(bits)
-        return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
+            if (entry := self._of.get(request)) is not None:
+                self.continued(request, drafts[row].tolist(), drafts.shape[1])
+                found[row] = entry.masks[-1]
+        return _stacked(found)
 
     def _bits(self, constraint: Constraint) -> np.ndarray | None:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
@@ -116,23 +113,21 @@ class Constraints:
 
         Keeps the next tokens of requests where they are known.
         """
-        rows, masks, depth = [], [], 0
+        found: dict[int, np.ndarray | None] = {}
+        depth = 0
         for row, request in enumerate(requests):
             if (entry := self._of.get(request)) is None:
                 continue
             has_draft = len(drafts) > 0 and drafts[row] != NO_DRAFT
             if has_draft or depth:
-                bits = entry.masks[depth]
+                found[row] = entry.masks[depth]
                 depth = depth + 1 if has_draft else 0
             elif entry.packs and len(forced := entry.constraint.forced()) >= MIN_FORCED:
                 self._forced[request] = forced
-                bits = pack_mask(forced[:1], self._vocab_size)
+                found[row] = pack_mask(forced[:1], self._vocab_size)
             else:
-                bits = self._bits(entry.constraint)
-            if bits is not None:
-                rows.append(row)
-                masks.append(bits)
-        return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
+                found[row] = self._bits(entry.constraint)
+        return _stacked(found)
 
     def accept(self, output: SchedulerOutput, result: StepResult) -> None:
         """Record the tokens of a step after `Scheduler.advance`; waits for them.  Later calls
@@ -163,3 +158,9 @@ class Constraints:
             if num_lost:
                 entry.constraint.rollback(num_lost)
                 entry.num_accepted -= num_lost
+
+
+def _stacked(bits_of: dict[int, np.ndarray | None]) -> TokenMasks | None:
+    """The masks of these rows; None: no row has one."""
+    masks = {row: bits for row, bits in bits_of.items() if bits is not None}
+    return TokenMasks(np.array([*masks]), np.stack([*masks.values()])) if masks else None

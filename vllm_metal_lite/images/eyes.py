@@ -117,7 +117,7 @@ class Processor:
 
     @property
     def most_patches(self) -> int:
-        """Those of the largest picture that a request may have, with all of its tiles."""
+        """How many patches the largest allowed picture has, all its tiles included."""
         side = math.isqrt(MAX_PIXELS)
         if self.family.rotates_by_grid:  # such a picture keeps its size, so preparing it is slow
             return int(self._processor.get_number_of_image_patches(side, side, {}))

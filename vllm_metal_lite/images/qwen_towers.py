@@ -171,7 +171,7 @@ class GlmTower(Tower):
         super().__init__(config)
         vision = config["vision_config"]
         size, out, eps = (
-            vision[f"{x}"] for x in ("hidden_size", "out_hidden_size", "rms_norm_eps")
+            vision[name] for name in ("hidden_size", "out_hidden_size", "rms_norm_eps")
         )
         self.merge, patch = vision["spatial_merge_size"], vision["patch_size"]
         self.head_dim = size // vision["num_heads"]

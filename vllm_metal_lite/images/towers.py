@@ -111,7 +111,7 @@ def flattened(weight: mx.array) -> mx.array:
 
 
 def resampled(table: mx.array, taps: tuple[np.ndarray, np.ndarray]) -> mx.array:
-    """Learned positions of a square, for another grid: (side^2, C) -> (height, width, C).
+    """Resample the learned positions of a square to a grid: (side^2, C) -> (height, width, C).
 
     taps: (height, side) and (width, side), the shares of old rows and columns in the new ones.
     """
@@ -136,7 +136,7 @@ def linear_taps(at: np.ndarray, side: int, reach: float = 1.0) -> np.ndarray:
 
 
 def cubic_taps(at: np.ndarray, side: int) -> np.ndarray:
-    """Like `linear_taps`, but with torch's cubic kernel; the points at the ends repeat."""
+    """The same as `linear_taps` with torch's cubic kernel.  Beyond an end, its point repeats."""
     taps, first = np.zeros((len(at), side)), np.floor(at).astype(int)
     for point in (first + i for i in range(-1, 3)):
         d = np.abs(at - point)

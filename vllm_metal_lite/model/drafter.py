@@ -8,12 +8,10 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_metal_lite import backend
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.files.find import find
 from vllm_metal_lite.model.files.folder import loading
-from vllm_metal_lite.model.layer_weights import cast, expand
+from vllm_metal_lite.model.layer_weights import set_dtype
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load
 from vllm_metal_lite.model.packed import Mode, body_of
 from vllm_metal_lite.model.trained_heads import read_head
@@ -46,10 +44,7 @@ def _head(model: LoadedModel, folder: Path, dtype: str) -> LoadedModel | None:
         head = read_head(folder, model.packed.model, model.config)
         if head is None:
             return None
-        if dtype != "auto":
-            cast(head, getattr(mx, dtype))
-        elif backend.is_cpu():
-            expand(head)
+        set_dtype(head, dtype)
         return from_model(head, None, model.config, f"the head of {model.name}")
 
 

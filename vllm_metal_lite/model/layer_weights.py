@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import (
     SwitchMLP,
 )
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, experts_problem
 from vllm_metal_lite.kernels.weight_formats import QuantisedWeight, Weight, readable
@@ -99,6 +100,15 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
         return w if keep or not mx.issubdtype(w.dtype, mx.floating) else w.astype(dtype)
 
     model.update(tree_map_with_path(typed, model.parameters()))
+
+
+def set_dtype(model: nn.Module, dtype: str) -> None:
+    """Give the weights the type that `load` was asked for; "auto": the files' own, or float32 on a
+    CPU."""
+    if dtype != "auto":
+        cast(model, getattr(mx, dtype))
+    elif backend.is_cpu():
+        expand(model)
 
 
 def expand(model: nn.Module) -> None:

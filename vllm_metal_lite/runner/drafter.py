@@ -29,9 +29,12 @@ Pack = Callable[[np.ndarray], ForwardBatch]
 Choose = Callable[[mx.array, list[mx.array]], mx.array]
 
 
-class Drafts(NamedTuple):
-    """Drafts on the device.  seats: (B,) the requests' seats.  starts: (B,) the positions of
-    their first drafts.  token_ids: (B, K) int32."""
+class UnknownDrafts(NamedTuple):
+    """Drafts that only the device has.
+
+    seats: (B,) the requests' seats.  starts: (B,) the positions of their first drafts.  token_ids:
+    (B, K) int32.
+    """
 
     seats: np.ndarray
     starts: np.ndarray
@@ -127,7 +130,7 @@ class Drafter:
         pack: Pack,
         choose: Choose,
         state: State,
-    ) -> tuple[Drafts, State]:
+    ) -> tuple[UnknownDrafts, State]:
         """Submit drafts of B requests; returns (the drafts, the attention's next state).
 
         rows: (B,) for each request, the sampled row of the last step whose token the drafts follow.
@@ -156,7 +159,7 @@ class Drafter:
                 logits, [hidden], state = self._run(step, state)
                 logits, hidden = logits[: len(rows)], hidden[: len(rows)]
             drafts.append(choose(logits, drafts))
-        made = Drafts(seats, starts, mx.stack(drafts, axis=1))
+        made = UnknownDrafts(seats, starts, mx.stack(drafts, axis=1))
         mx.async_eval(made.token_ids, state)
         return made, state
 

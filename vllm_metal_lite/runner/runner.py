@@ -61,7 +61,7 @@ class ModelRunner:
         self.model, self.sampler, self.ranks = model, sampler, ranks
         self._drafting = drafting
         self.drafter: drafter.Drafter | None = None
-        self._drafts: drafter.Drafts | None = None
+        self._drafts: drafter.UnknownDrafts | None = None
         self._use(path)
         self.num_compiled_steps = 0
         self._last: StepResult | None = None

@@ -26,8 +26,10 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Drafts:
-    """depth: (T,) int32, the number of drafts before each row.  token_ids: (T, K) int32, these
-    drafts, padded at the end."""
+    """The drafts before each row.
+
+    depth: (T,) int32, their number.  token_ids: (T, K) int32, padded at the end.
+    """
 
     depth: np.ndarray
     token_ids: np.ndarray

@@ -1,6 +1,6 @@
 """Joins vLLM's workers into the ranks of one model.
 
-The ranks meet in a store of torch's that rank 0 keeps.  A reader of a key waits for its value:
+The ranks meet in torch's key-value store, which rank 0 keeps.  A reader waits for a key's value:
 
     key           set by      value
     links         rank 0      the number of ranks, and how they are connected

@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _get_classes, load_model
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, SamplingError
 from vllm_metal_lite.model.files.folder import (
@@ -26,7 +25,7 @@ from vllm_metal_lite.model.files.folder import (
 )
 from vllm_metal_lite.model.files.inner_model import inner_classes
 from vllm_metal_lite.model.files.tokenizer import read_tokenizer
-from vllm_metal_lite.model.layer_weights import cast, expand
+from vllm_metal_lite.model.layer_weights import set_dtype
 from vllm_metal_lite.rules import flags_of
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -58,10 +57,7 @@ def read_model(
         tokenizer = read_tokenizer(name, folder, config, trust_remote_code)
         if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
             raise ModelLoadError("it has no tokenizer files")
-        if dtype != "auto":
-            cast(model, getattr(mx, dtype))
-        elif backend.is_cpu():
-            expand(model)
+        set_dtype(model, dtype)
         problem = None if has_head else "its files have no lm_head.weight: it is for embeddings"
         return model, tokenizer, config, problem
 
