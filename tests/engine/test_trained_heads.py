@@ -42,10 +42,12 @@ class ByModel(Speculator):
     def _noted(self, wanted):
         drafts, flying = self._own(wanted), self._engine.in_flight
         if any(drafts):
-            rows = iter(np.array(flying.pipeline.runner._drafts.token_ids).tolist())
+            made = flying.pipeline.runner._drafts
+            rows = dict(zip(made.seats.tolist(), np.array(made.token_ids).tolist(), strict=True))
             for (request, _), draft in zip(wanted, drafts, strict=True):
-                if request in flying._last_rows:
-                    self.made.append((list(request.token_ids), next(rows)[: len(draft)]))
+                if draft:
+                    own = rows[flying.seats.req_index[request]]
+                    self.made.append((list(request.token_ids), own[: len(draft)]))
         return drafts
 
     def wants(self, decodes):

@@ -3,6 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -52,3 +53,14 @@ def test_a_seat_that_drew_nothing_ends_without_a_new_upload_for_the_others():
     sampler.add(0, PARAMS[1], 0, np.array([1, 2]), 2, ())
     sampler(logits, np.array([0]))
     assert sampler._metadata is not before
+
+
+def test_rejected_drafts_do_not_count_for_the_noise():
+    sampler, rows = Sampler(4, VOCAB), np.arange(3)
+    for row in range(3):
+        sampler.add(row, SamplingParams(), row, np.array([1, 2]), 2, ())
+    logits, none = mx.zeros((3, VOCAB)), np.zeros((3, 0), np.int32)
+    counted = sampler(logits, rows, None, Drafts(np.array([1, 2, 0]), none)).token_ids
+    rejected = mx.array([2, 0, 1])
+    found = sampler(logits, rows, None, Drafts(np.array([3, 2, 1]), none, rejected)).token_ids
+    assert found.tolist() == counted.tolist()

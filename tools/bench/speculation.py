@@ -114,6 +114,8 @@ def make_engine(model: LoadedModel, load: WaveLoad, kind: str, mode: str) -> Fit
     }
     grammar = StructuredOutputsParams(json=SCHEMA) if kind == "json" else None
     of = Unforced if mode == "unforced" else FittedEngine
+    if mode != "auto":
+        model = replace(model, drafter=None)  # otherwise it would follow each step
     with trusted():
         return of(model, load, options, params={"structured_outputs": grammar})
 
@@ -176,24 +178,27 @@ def speeds(
                 except MetalLiteError as e:
                     say(f"left out: {e}")
                     return
-            load, speed = WaveLoad([Wave([prompt] * count, [args.length] * count)]), {}
-            for mode in MODES[kind != "json" :]:
-                engine = make_engine(answering, load, kind, mode)
-                runs, pairs = Runs(f"{kind}, {count} requests"), {mode: (engine, load)}
-                runs.warm_up(pairs)
-                counted = runs.turns(pairs, args.runs)[mode]
-                if any(tokens != answer for run in counted for tokens in run.tokens):
-                    raise MetalLiteError(f"{kind}: an answer is not the prepared one")
-                speed[mode] = medians_of(load, counted)["steady_tokens_per_s"]
-                drafts = engine.engine.metrics()
-                del engine
-                mx.clear_cache()
+            load = WaveLoad([Wave([prompt] * count, [args.length] * count)])
+            modes = MODES[kind != "json" :]
+            pairs = {mode: (make_engine(answering, load, kind, mode), load) for mode in modes}
+            runs = Runs(f"{kind}, {count} requests")
+            runs.warm_up(pairs)
+            drafting = pairs["auto"][0].engine
+            before = drafting.metrics()
+            counted = runs.turns(pairs, args.runs)
+            if any(t != answer for mode in modes for run in counted[mode] for t in run.tokens):
+                raise MetalLiteError(f"{kind}: an answer is not the prepared one")
+            speed = {m: medians_of(load, counted[m])["steady_tokens_per_s"] for m in modes}
+            names = ("accepted_tokens", "draft_tokens")
+            accepted, drafts = (drafting.metrics()[name] - before[name] for name in names)
+            del pairs, drafting
+            mx.clear_cache()
             yield (
                 kind if share is None else f"{kind}, {share:.0%} right",
                 count,
                 *(f"{speed[mode]:.0f}" if mode in speed else "" for mode in MODES),
                 " ".join(f"**{speed['auto'] / speed[m]:.2f}**" for m in speed if m != "auto"),
-                f"{drafts['accepted_tokens']} of {drafts['draft_tokens']}",
+                f"{accepted} of {drafts}",
             )
 
 

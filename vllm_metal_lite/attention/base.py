@@ -92,10 +92,12 @@ class Attention(Protocol):
     """Attention of packed queries over the paged store.
 
     overlaps: whether a step may be submitted while the previous one runs.
+    moves_decodes: whether `earlier` works.
     """
 
     name: str
     overlaps: bool
+    moves_decodes: bool
     store: PagedStore
 
     def new_state(self) -> list[mx.array]:
@@ -103,6 +105,10 @@ class Attention(Protocol):
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         """Plan a step, pad its rows to num_rows, and copy its arrays to the device."""
+
+    def earlier(self, step: DeviceBatch, by: mx.array) -> DeviceBatch:
+        """A step of decodes, each `by` (B,) int32 positions earlier.  Only the device knows `by`,
+        so the host plans for the latest positions."""
 
     def begin(self, step: DeviceBatch, state: list[mx.array]) -> StepAttention:
         """Bind a step to the previous step's state."""

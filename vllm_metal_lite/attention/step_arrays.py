@@ -78,6 +78,17 @@ def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
     return mx.array(out)
 
 
+def last_slots(tables: mx.array, seq_lens: mx.array, block_size: int) -> mx.array:
+    """The slot of each sequence's last token, (n,) int32; PAD_SLOT for an empty one.
+
+    tables: (num_rows, W) block tables.  seq_lens: (n,) int32, 0 beyond num_rows.
+    """
+    last = mx.maximum(seq_lens - 1, 0)
+    blocks = mx.take_along_axis(tables, (last[: len(tables)] // block_size)[:, None], axis=1)
+    blocks = mx.pad(blocks.squeeze(1), (0, len(seq_lens) - len(tables)))
+    return mx.where(seq_lens > 0, blocks * block_size + last % block_size, PAD_SLOT)
+
+
 def make_step(
     batch: ForwardBatch, num_rows: int, plan: Any, *, num_slots: int = 0, num_logits: int = 1
 ) -> DeviceBatch:

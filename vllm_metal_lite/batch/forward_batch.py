@@ -115,6 +115,11 @@ class ForwardBatch:
         return self.req_indices[self.sample_segments]
 
     @property
+    def cu_sampled(self) -> np.ndarray:
+        """(terminal segments + 1,) int: the i-th has the sampled rows cu_sampled[i] to [i + 1]."""
+        return np.flatnonzero(np.diff(self.sample_segments, prepend=-1, append=-1))
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

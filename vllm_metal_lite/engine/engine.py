@@ -184,6 +184,8 @@ class LLMEngine:
             steps.advance()
             if self._may_run_ahead(flying[0].scheduled):
                 steps.launch(self.scheduler.schedule())
+            elif not self.scheduler.suspects:
+                steps.draft_ahead()
             step = steps.finish()
         except StatesLost:  # a kernel was replaced; the next call runs the step without it
             steps.rollback()

@@ -15,6 +15,7 @@ from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.drafter import Wanted
 from vllm_metal_lite.runner.pictures import with_pictures
 from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.pooling_table import PoolingTable
@@ -59,6 +60,8 @@ class StepsInFlight:
             most = config.num_speculative_tokens
             self.speculator = Speculator(self.seats.tokens_of, draft, most)
         self._last_rows: dict[Request, int] = {}  # the last step's sampled row of each request
+        # The drafts by the drafter for the next step; None: it has made none yet.
+        self._made: dict[Request, list[int]] | None = None
         self._scheduler, self._answers = scheduler, answers
         self._last_end: float | None = None  # when the last step ended, while there is work
 
@@ -85,48 +88,88 @@ class StepsInFlight:
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
 
+    def draft_ahead(self) -> None:
+        """Let the drafter continue the step in flight, if the next step will want its drafts.  The
+        device drafts before the host knows which tokens the drafts follow."""
+        (step,), drafter = self.pipeline.steps, self.pipeline.runner.drafter
+        if self.speculator is None or drafter is None or not drafter.drafts_ahead:
+            return
+        result, cu = step.result, step.result.batch.cu_sampled
+        found = [(r, i) for i, r in enumerate(step.scheduled.terminal) if r in self.seats.req_index]
+        requests, which = [r for r, _ in found], np.array([i for _, i in found], np.int32)
+        count = self.speculator.num_ahead(requests)
+        if not count or self._must_know(requests):
+            return
+        rows, drawn, rejected = cu[which + 1] - 1, None, None
+        if result.rejected is not None:  # the sampler does not count the tokens of such a step yet
+            drawn, rejected = np.diff(cu)[which], result.rejected[mx.array(which)]
+        self._make_drafts(requests, rows, count, drawn, rejected)
+
     def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """Drafts by the model's drafter.  A request that the last step did not sample gets none."""
+        """Drafts by the model's drafter, of requests that the last step sampled."""
+        if self._made is None:
+            requests = [request for request, _ in wanted if request in self._last_rows]
+            rows = np.array([self._last_rows[request] for request in requests], np.int32)
+            self._make_drafts(requests, rows, max(most for _, most in wanted))
+        made = self._made or {}
+        return [made.get(request, [])[: max(most, 0)] for request, most in wanted]
+
+    def _must_know(self, requests: Sequence[Request]) -> bool:
+        """Whether each draft depends on the tokens before it.  Otherwise they stay on the device,
+        which gets the next step without a pause."""
+        seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
+        constrained = any(request in self.constraints for request in requests)
+        return constrained or self.pipeline.runner.sampler.reads_drafts(seats)
+
+    def _make_drafts(
+        self,
+        requests: Sequence[Request],
+        rows: np.ndarray,
+        count: int,
+        drawn: np.ndarray | None = None,
+        rejected: mx.array | None = None,
+    ) -> None:
+        """Make `count` drafts of B requests, without those whose blocks have no room.
+
+        rows, rejected: see `Wanted`.  drawn: (B,) the tokens, at most, that the sampler does not
+        count yet, because the step in flight draws them; None: none.
+        """
         assert self.speculator is not None, "a speculator asks for these drafts"
-        runner, size = self.pipeline.runner, self.inputs.block_size
-        found: list[list[int]] = [[] for _ in wanted]
+        runner, inputs = self.pipeline.runner, self.inputs
         if runner.drafter is None:  # drafting has failed
             self.speculator.max_model_drafts = 0
-            return found
-        known = self._last_rows if runner.drafter.can_draft else ()
-        which = [i for i, (request, _) in enumerate(wanted) if request in known]
-        requests = [wanted[i][0] for i in which]
+            return
+        if not runner.drafter.can_draft or not requests:
+            return
         seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
-        rows = np.array([self._last_rows[request] for request in requests], np.int32)
-        room = self.inputs.num_blocks[seats] * size - self.inputs.num_tokens[seats]
-        room += 1 + runner.drafter.takes_hidden
-        limits = np.minimum([wanted[i][1] for i in which], room)
-        if not len(limits) or limits.max() < 1:
-            return found
-        constrained = any(request in self.constraints for request in requests)
-        # Otherwise the drafts stay on the device, which gets the next step without a pause.
-        must_know = constrained or runner.sampler.reads_drafts(seats)
+        depth = np.zeros(len(seats), np.int32) if drawn is None else drawn.astype(np.int32)
+        known = inputs.num_tokens[seats] + np.maximum(depth - 1, 0)
+        room = np.minimum(inputs.num_blocks[seats] * inputs.block_size, inputs.token_ids.shape[1])
+        fits = np.flatnonzero(room - known + 1 + runner.drafter.takes_hidden >= count)
+        if not len(fits):
+            return
+        requests, seats, depth = [requests[i] for i in fits.tolist()], seats[fits], depth[fits]
+        rejected = None if rejected is None else rejected[mx.array(fits)]
+        must_know = self._must_know(requests)
 
         def pack(positions: np.ndarray) -> ForwardBatch:
-            # Rows beyond their request's limit mean nothing, but must be in the tables.
-            positions = np.minimum(positions, self._scheduler.max_model_len - 1)
-            batch = self.inputs.pack(seats, positions, np.ones(len(seats), np.int64))
+            batch = inputs.pack(seats, positions, np.ones(len(seats), np.int64))
             return with_pictures(batch, [request.pictures for request in requests], self._eyes)
 
         def choose(logits: mx.array, drafts: list[mx.array]) -> mx.array:
-            known = np.zeros((len(seats), 0), np.int32)
-            if must_know and drafts:
-                known = np.stack([np.array(tokens) for tokens in drafts], axis=1)
-            masks = self.constraints.masks_behind(requests, known) if constrained else None
-            before = Drafts(np.full(len(seats), len(drafts), np.int32), known)
+            known, masks = np.zeros((len(seats), 0), np.int32), None
+            if must_know:
+                if drafts:
+                    known = np.stack([np.array(tokens) for tokens in drafts], axis=1)
+                masks = self.constraints.masks_behind(requests, known)
+            before = Drafts(depth + np.int32(len(drafts)), known, rejected)
             return runner.sampler(logits, seats, masks, before).token_ids
 
-        if (tokens := runner.draft(seats, rows, limits, pack, choose)) is None:
-            return found
-        made = np.array(tokens) if must_know else np.full(tokens.shape, UNKNOWN_DRAFT, np.int32)
-        for i, draft, most in zip(which, made.tolist(), limits.tolist(), strict=True):
-            found[i] = draft[: max(most, 0)]
-        return found
+        tokens = runner.draft(Wanted(seats, count, rows[fits], rejected, pack, choose))
+        self._made = {}
+        if tokens is not None:
+            made = np.array(tokens) if must_know else np.full(tokens.shape, UNKNOWN_DRAFT, np.int32)
+            self._made = dict(zip(requests, made.tolist(), strict=True))
 
     def wants_drafts(self) -> bool:
         """Whether the next step should have drafts, which need all known tokens."""
@@ -149,6 +192,7 @@ class StepsInFlight:
             answer.report_cached(self._prefix_disk.restored_tokens(request))
         self._choose_to_follow(output)
         batch = self.seats.pack(output)
+        self._made = None
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         batch = with_pictures(batch, [s.request.pictures for s in output.segments], self._eyes)
         scored = 0
@@ -256,6 +300,6 @@ class StepsInFlight:
         for output in outputs:
             for segment in output.segments:
                 self.seats.remove(segment.request)
-        self._last_rows = {}
+        self._last_rows, self._made = {}, None
         self._scheduler.rollback(*outputs)
         self.constraints.rollback()

@@ -5,9 +5,11 @@ layers.  So its K and V are in the model's blocks, which the scheduler manages. 
 reads the next token of each row, which the step knows or samples; another model reads the rows'
 own tokens.
 
-`draft` continues a request's newest tokens.  The drafts' K and V go to the slots where the next
-step puts those tokens, if they come true; else that step overwrites them.  After steps that the
-drafter did not follow, K and V are stale or missing.  No answer changes: the model verifies drafts.
+`draft` continues a request's newest tokens.  The host need not know them: which drafts of the last
+step were right may be known on the device alone.  The drafts' K and V go to the slots where the
+next step puts those tokens, if they come true; else that step overwrites them.  After steps that
+the drafter did not follow, K and V are stale or missing.  No answer changes: the model verifies
+drafts.
 """
 
 from collections.abc import Callable
@@ -16,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, DeviceBatch
-from vllm_metal_lite.attention.step_arrays import pad_rows, upload_padded
+from vllm_metal_lite.attention.step_arrays import upload_padded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import PAD_SLOT, UNKNOWN_DRAFT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, ForwardBatch
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result, State
 from vllm_metal_lite.runner.result import StepResult
@@ -29,15 +31,27 @@ Pack = Callable[[np.ndarray], ForwardBatch]
 Choose = Callable[[mx.array, list[mx.array]], mx.array]
 
 
-class UnknownDrafts(NamedTuple):
-    """Drafts that only the device has.
+class Wanted(NamedTuple):
+    """Drafts that B requests want behind the last step.
 
-    seats: (B,) the requests' seats.  starts: (B,) the positions of their first drafts.  token_ids:
-    (B, K) int32.
+    seats: (B,) the requests' seats.  num_drafts: the tokens that each wants.
+    rows: (B,) the sampled row of the last step whose token the drafts follow.
+    rejected: (B,) int32, by how many sampled rows the drafts follow an earlier one; None: by none.
     """
 
     seats: np.ndarray
-    starts: np.ndarray
+    num_drafts: int
+    rows: np.ndarray
+    rejected: mx.array | None
+    pack: Pack
+    choose: Choose
+
+
+class UnknownDrafts(NamedTuple):
+    """Drafts that only the device has.  seats: (B,) the requests' seats.  token_ids: (B, K)
+    int32."""
+
+    seats: np.ndarray
     token_ids: mx.array
 
     def fill(self, step: DeviceBatch) -> mx.array:
@@ -46,13 +60,15 @@ class UnknownDrafts(NamedTuple):
         rows = np.flatnonzero(batch.token_ids == UNKNOWN_DRAFT)
         if not len(rows):
             return step.token_ids
-        segments = np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1
+        segments, first, each = np.unique(
+            np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1,
+            return_index=True,
+            return_inverse=True,
+        )
         place = np.zeros(self.seats.max() + 1, np.int32)
         place[self.seats] = np.arange(len(self.seats))
-        which = place[batch.req_indices[segments]]
-        drafts = self.token_ids[
-            mx.array(which), mx.array(batch.positions[rows] - self.starts[which])
-        ]
+        which = place[batch.req_indices[segments]][each]
+        drafts = self.token_ids[mx.array(which), mx.array(np.arange(len(rows)) - first[each])]
         return mx.put_along_axis(step.token_ids, mx.array(rows), drafts, axis=0)
 
 
@@ -61,6 +77,7 @@ class _Followed(NamedTuple):
     states (num_rows, 1, hidden_size).  Both are lazy: only drafts make the device compute them."""
 
     batch: ForwardBatch
+    sampled: mx.array
     logits: mx.array
     hidden: mx.array
 
@@ -95,6 +112,11 @@ class Drafter:
         """Whether the drafter has followed the last step."""
         return self._last is not None
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether drafts may follow tokens that only the device has."""
+        return self.can_draft and self._attention.moves_decodes
+
     def forget(self) -> None:
         """Drop the last step: its lazy arrays would keep the store's arrays alive."""
         self._last = None
@@ -110,7 +132,8 @@ class Drafter:
         if self.takes_hidden:
             step = step._replace(token_ids=_next_tokens(step, result), hidden=hidden[0])
         logits, [mine], state = self._run(step, state)
-        self._last = _Followed(batch, logits, mine)
+        if result.output is not None:
+            self._last = _Followed(batch, result.output.token_ids, logits, mine)
         return state
 
     def _run(self, step: DeviceBatch, state: State) -> Result:
@@ -122,52 +145,39 @@ class Drafter:
             logits = mx.pad(logits, [(0, 0), (0, size - own)], constant_values=-mx.inf)
         return logits[:, :size], hidden, state
 
-    def draft(
-        self,
-        seats: np.ndarray,
-        rows: np.ndarray,
-        limits: np.ndarray,
-        pack: Pack,
-        choose: Choose,
-        state: State,
-    ) -> tuple[UnknownDrafts, State]:
-        """Submit drafts of B requests; returns (the drafts, the attention's next state).
-
-        rows: (B,) for each request, the sampled row of the last step whose token the drafts follow.
-        limits: (B,) the most drafts of each request, as slots allow.  All requests get as many as
-        the highest limit; drafts beyond a request's own limit mean nothing.
-        """
+    def draft(self, wanted: Wanted, state: State) -> tuple[UnknownDrafts, State]:
+        """Submit drafts of B requests; returns (the drafts, the attention's next state)."""
         assert self._last is not None, "drafts continue a step"
-        batch, logits, hidden = self._last
-        packed_rows = batch.logits_indices[rows]
-        starts = batch.positions[packed_rows] + 2
-        logits, hidden = logits[mx.array(rows)], hidden[mx.array(packed_rows)]
+        (seats, num_drafts, rows, rejected, pack, choose), last = wanted, self._last
+        packed_rows = last.batch.logits_indices[rows]
+        starts = last.batch.positions[packed_rows] + 2 - self.takes_hidden
+        at, packed = mx.array(rows), mx.array(packed_rows)
+        if rejected is not None:
+            at, packed = at - rejected, packed - rejected
+        token_ids, logits, hidden = last.sampled[at], last.logits[at], last.hidden[packed]
         drafts: list[mx.array] = []
-        for depth in range(int(limits.max())):
+        for depth in range(num_drafts):
             if depth or not self.takes_hidden:
-                decodes = pack(starts - 1 - self.takes_hidden + depth)
+                decodes = pack(starts - 1 + depth)
                 step = self._attention.prepare(decodes, self._padded(len(rows)))
-                step = step._replace(logits_indices=None, returns_hidden=True, pictures=None)
+                if rejected is not None:
+                    step = self._attention.earlier(step, rejected)
                 rest = step.num_rows - len(rows)
-                if (beyond := depth >= limits).any():
-                    step = step._replace(slot_mapping=_without(step.slot_mapping, beyond))
-                if drafts:
-                    step = step._replace(token_ids=mx.pad(drafts[-1], (0, rest)))
+                step = step._replace(
+                    token_ids=mx.pad(token_ids, (0, rest)),
+                    logits_indices=None,
+                    returns_hidden=True,
+                    pictures=None,
+                )
                 if self.takes_hidden:
                     padded = mx.pad(hidden, [(0, rest), (0, 0), (0, 0)])
                     step = step._replace(hidden=padded)
                 logits, [hidden], state = self._run(step, state)
                 logits, hidden = logits[: len(rows)], hidden[: len(rows)]
-            drafts.append(choose(logits, drafts))
-        made = UnknownDrafts(seats, starts, mx.stack(drafts, axis=1))
+            drafts.append(token_ids := choose(logits, drafts))
+        made = UnknownDrafts(seats, mx.stack(drafts, axis=1))
         mx.async_eval(made.token_ids, state)
         return made, state
-
-
-def _without(slot_mapping: tuple[mx.array, ...], rows: np.ndarray) -> tuple[mx.array, ...]:
-    """The slots of a step, with PAD_SLOT for these rows."""
-    padded = mx.array(pad_rows(rows, len(slot_mapping[0])))
-    return tuple(mx.where(padded, mx.array(PAD_SLOT), slots) for slots in slot_mapping)
 
 
 def _next_tokens(step: DeviceBatch, result: StepResult) -> mx.array:

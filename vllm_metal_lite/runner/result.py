@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_DRAFT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.sampling.logprobs import Logprobs
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 
@@ -24,12 +24,11 @@ class StepResult:
     the values, or `written` if the step has none.  If both are empty, `wait` waits for all
     submitted work.  done: whether `wait` has returned.  ended_at: when it returned.
 
+    rejected: (terminal segments,) int32, see `count_rejected`; None for a step without drafts.
+
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
-    input_ids: the step's token_ids on the device, also the drafts that the host does not have.
     """
-
-    input_ids: mx.array | None = None
 
     def __init__(
         self,
@@ -38,10 +37,12 @@ class StepResult:
         prompt_logprobs: Logprobs[mx.array] | None = None,
         pooled: mx.array | None = None,
         written: Sequence[mx.array] = (),
+        rejected: mx.array | None = None,
     ) -> None:
-        self.batch, self.output = batch, output
+        self.batch, self.output, self.rejected = batch, output, rejected
         self._prompt_logprobs, self._pooled = prompt_logprobs, pooled
         self.arrays = [] if output is None else [output.for_host, *(output.logprobs or ())]
+        self.arrays += [] if rejected is None else [rejected]
         self.arrays += [*(prompt_logprobs or ()), *(() if pooled is None else (pooled,))]
         self.arrays = self.arrays or list(written)
         self.done, self.ended_at = False, 0.0
@@ -65,27 +66,12 @@ class StepResult:
 
     @cached_property
     def live_rows(self) -> list[range]:
-        """The rows of each terminal segment whose tokens count.
-
-        The first row counts.  A later row counts if the row before counts and sampled the very
-        draft that the later row was computed from.
-        """
-        drafts = self.batch.draft_token_ids
-        if not len(drafts):
+        """The sampled rows of each terminal segment whose tokens count: all but the rejected."""
+        if self.rejected is None:
             return [range(row, row + 1) for row in range(len(self.batch.sample_segments))]
-        unknown = np.flatnonzero(drafts == UNKNOWN_DRAFT)
-        if len(unknown) and self.input_ids is not None:
-            drafts = drafts.copy()
-            drafts[unknown] = np.array(self.input_ids)[self.batch.logits_indices[unknown] + 1]
-        drafts = drafts.tolist()
-        rows, first, tokens = [], 0, self._reported.tolist()
-        while first < len(tokens):
-            last = first
-            while drafts[last] != NO_DRAFT and tokens[last] == drafts[last]:
-                last += 1
-            rows.append(range(first, last + 1))
-            first = drafts.index(NO_DRAFT, last) + 1
-        return rows
+        self.wait()
+        cu = self.batch.cu_sampled
+        return list(map(range, cu[:-1].tolist(), (cu[1:] - np.array(self.rejected)).tolist()))
 
     @cached_property
     def no_token(self) -> dict[int, int]:
@@ -113,6 +99,25 @@ class StepResult:
     def pooled(self) -> np.ndarray | None:
         self.wait()
         return None if self._pooled is None else np.array(self._pooled)
+
+
+def count_rejected(batch: ForwardBatch, token_ids: mx.array, sampled: mx.array) -> mx.array | None:
+    """(terminal segments,) int32, the wrong drafts of each, and the drafts behind a wrong one; None
+    for a step without drafts.
+
+    A draft is right if the row before it sampled this very token.  token_ids: (num_rows,), the
+    step's.  sampled: (T,) int32, negative for a row without a token.
+    """
+    if not len(batch.draft_token_ids):
+        return None
+    first, counts = batch.cu_sampled[:-1], np.diff(batch.cu_sampled) - 1
+    at = np.arange(counts.max(), dtype=np.int32)
+    is_draft = at < counts[:, None]
+    rows = np.where(is_draft, first[:, None] + at, 0)
+    drafts = token_ids[mx.array(np.where(is_draft, batch.logits_indices[rows] + 1, 0))]
+    is_right = mx.array(is_draft) & (drafts == sampled[mx.array(rows)])
+    accepted = mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
+    return mx.array(counts.astype(np.int32)) - accepted
 
 
 def _to_host(arrays: Logprobs[mx.array] | None) -> Logprobs[np.ndarray] | None:

@@ -25,7 +25,7 @@ from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import drafter
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
 from vllm_metal_lite.runner.pooling_table import pooled_sums
-from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.result import StepResult, count_rejected
 from vllm_metal_lite.runner.step_path import StepPath, is_out_of_memory, kernel_at_fault
 from vllm_metal_lite.sampling.logprobs import prompt_logprobs
 from vllm_metal_lite.sampling.masks import TokenMasks
@@ -156,8 +156,7 @@ class ModelRunner:
                 built = self.compiled.build(step, self._state)
             else:
                 self.num_compiled_steps += 1
-            result = self._sample_and_score(batch, built, num_prompt_logprobs, masks)
-            result.input_ids = step.token_ids
+            result = self._sample_and_score(batch, step, built, num_prompt_logprobs, masks)
             state = built[-1]
             if self.drafter is not None and self.drafter.follows:
                 state = self.drafter.follow(step, built, result)
@@ -168,13 +167,18 @@ class ModelRunner:
             raise
 
     def _sample_and_score(
-        self, batch: ForwardBatch, built: Result, num_prompt_logprobs: int, masks: Masks | None
+        self,
+        batch: ForwardBatch,
+        step: DeviceBatch,
+        built: Result,
+        num_prompt_logprobs: int,
+        masks: Masks | None,
     ) -> StepResult:
         """Sample, score and pool: what the host reads of a forward."""
         logits, hidden, state = built
         if not self.ranks.has_logits:
             return StepResult(batch, None, written=[logits])
-        output = scored = None
+        output = scored = rejected = None
         pooled = None if batch.pooled is None else pooled_sums(batch.pooled, hidden[0])
         num_sampled = len(batch.sample_segments)
         if num_sampled and not (batch.pooled and batch.pooled.samples_nothing):
@@ -183,13 +187,14 @@ class ModelRunner:
                 masks = masks()
             drafts = Drafts.of(batch.draft_token_ids) if len(batch.draft_token_ids) else None
             output = self.sampler(logits[:num_sampled], batch.sampled_seats, masks, drafts)
+            rejected = count_rejected(batch, step.token_ids, output.for_host)
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
             wanted = logits[num_sampled : num_sampled + len(targets)]
             scored = prompt_logprobs(wanted, targets, num_prompt_logprobs)
         # A wait for this step must not include the next one.
         written = state[:1] if self.attention.overlaps else []
-        return StepResult(batch, output, scored, pooled, written)
+        return StepResult(batch, output, scored, pooled, written, rejected)
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""
@@ -203,28 +208,20 @@ class ModelRunner:
         # After the launch: the next step must not continue from a step that never launched.
         self._last, self._state = result, state
 
-    def draft(
-        self,
-        seats: np.ndarray,
-        rows: np.ndarray,
-        limits: np.ndarray,
-        pack: drafter.Pack,
-        choose: drafter.Choose,
-    ) -> mx.array | None:
-        """Submit drafts behind the last step, see `Drafter.draft`; returns them, (B, K) int32.  The
-        next step may name them by UNKNOWN_DRAFT.
+    def draft(self, wanted: drafter.Wanted) -> mx.array | None:
+        """Submit drafts behind the last step; returns them, (B, K) int32.  The next step may name
+        them by UNKNOWN_DRAFT.
 
         None: drafting failed, which no request must notice.  A kernel at fault is replaced;
         otherwise the drafter drafts no more.
         """
         assert self.drafter is not None, "this model has no drafter"
-        draft, how = self.drafter.draft, (seats, rows, limits, pack, choose)
-        before = self.sampler.state
+        draft, before = self.drafter.draft, self.sampler.state
         try:
-            self._drafts, self._state = draft(*how, self._state)
+            self._drafts, self._state = draft(wanted, self._state)
         except Exception as e:
             self.sampler.state = before
-            if not self._fall_back(e, lambda: draft(*how, self._state)):
+            if not self._fall_back(e, lambda: draft(wanted, self._state)):
                 why = f"{type(e).__name__}: {one_line(e)}"
                 log = logger.exception if is_our_fault(e) else logger.warning
                 log(f"no model drafts tokens from now on, because drafting failed: {why}")

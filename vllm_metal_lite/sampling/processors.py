@@ -29,10 +29,13 @@ class Drafts:
     """The drafts before each row.
 
     depth: (T,) int32, their number.  token_ids: (T, K) int32, padded at the end.
+    rejected: (T,) int32, how many of them are wrong and do not count.  Only the device knows them,
+    so the host assumes none, except for the noise.
     """
 
     depth: np.ndarray
     token_ids: np.ndarray
+    rejected: mx.array | None = None
 
     @classmethod
     def of(cls, token_ids: np.ndarray) -> "Drafts":

@@ -232,9 +232,20 @@ class Sampler:
     def _keys(self, req_indices: np.ndarray, drafts: Drafts | None) -> mx.array:
         """(T, 2) uint32, the key of each row's noise."""
         count = self._num_generated[req_indices].astype(np.uint64)
-        depth = 0 if drafts is None else drafts.depth.astype(np.uint64)
-        counter = (count + np.uint64(depth)) * _INCREMENT
-        return mx.array(_mix(self._seeds[req_indices] + counter).view(np.uint32).reshape(-1, 2))
+        if drafts is None or drafts.rejected is None:
+            depth = 0 if drafts is None else drafts.depth.astype(np.uint64)
+            return mx.array(_noise_keys(self._seeds[req_indices], count + np.uint64(depth)))
+        # The keys of each number of rejected drafts.
+        fewer = np.arange(int(drafts.depth.max()) + 1)
+        counts = count[:, None] + np.maximum(drafts.depth[:, None] - fewer, 0).astype(np.uint64)
+        keys = mx.array(_noise_keys(self._seeds[req_indices, None], counts))
+        return mx.take_along_axis(keys, drafts.rejected[:, None, None], axis=1).squeeze(1)
+
+
+def _noise_keys(seeds: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(..., 2) uint32, the keys of requests with these numbers of generated tokens."""
+    keys = _mix(seeds + counts * _INCREMENT)
+    return keys.view(np.uint32).reshape(*counts.shape, 2)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

@@ -61,7 +61,7 @@ class DraftScheduler:
             draft = draft[: min(cap, most)]
             if not draft or not (self._states is None or self._states.lengthen(segment)):
                 continue
-            self._add(segment, draft)
+            self._add(segment, draft, limit=segment.end + most)
             spare -= segment.request.num_blocks - owned
             out.total_num_scheduled_tokens += len(draft)
             drafted.append(segment)
@@ -79,9 +79,11 @@ class DraftScheduler:
         most = request.max_length - request.num_tokens - 1
         return most if self._states is None else min(most, -segment.end % size)
 
-    def _add(self, segment: Segment, draft: Sequence[int]) -> None:
+    def _add(self, segment: Segment, draft: Sequence[int], limit: int) -> None:
         start, end = segment.num_computed, segment.end + len(draft)
-        new = self.kv.allocate(segment.request, start, end)
+        # The drafter continues these drafts before the next step is scheduled.
+        further = min(end + len(draft), segment.request.max_length, limit)
+        new = self.kv.allocate(segment.request, start, max(end, further))
         assert new is not None, "drafts were cut to the blocks that are left"
         if new and segment.new_block_ids:
             new = [[*a, *b] for a, b in zip(segment.new_block_ids, new, strict=True)]

@@ -19,7 +19,7 @@ from vllm_metal_lite.speculation.lookup import look_up
 _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
 _MIN_KNOWN = 6
-_FORGET = 256  # after this number of steps, the oldest time of each drafted width is forgotten
+_FORGET = 256  # steps between two calls of `Pace._forget`
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 _TRIES = 0.1
 PLAIN = -1  # no drafts
@@ -41,6 +41,7 @@ class Pace:
     def __init__(self) -> None:
         self.tries = _TRIES
         self._times: dict[tuple[int, int], deque[float]] = {}  # by (num_model_drafts, width)
+        self._known: dict[tuple[int, int], float] = {}  # the least of the times, once known
         # The seconds of all steps, and of drafted steps whose width was not known.
         self._seconds = self._tried = 0.0
         self._num_steps = 0
@@ -51,11 +52,22 @@ class Pace:
         self._seconds += seconds
         self._tried += seconds * (num_model_drafts != PLAIN and len(times) < _MIN_KNOWN)
         times.append(seconds)
+        if len(times) >= _MIN_KNOWN:
+            self._known[key] = min(times)
         self._num_steps += 1
-        if self._num_steps % _FORGET == 0:  # what was slow once is tried again
-            for (drafts, _), found in self._times.items():
-                if drafts != PLAIN and found:
-                    found.popleft()
+        if self._num_steps % _FORGET == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the oldest time of each drafted width.  After the last one the width is tried
+        again, because a machine may have been busy."""
+        for key, times in self._times.items():
+            if key[0] != PLAIN and times:
+                times.popleft()
+                if times and key in self._known:
+                    self._known[key] = min(times)
+                else:
+                    self._known.pop(key, None)
 
     def ratio(self, num_decodes: int, num_rows: int, num_model_drafts: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
@@ -63,8 +75,8 @@ class Pace:
         Infinite if plain steps must be measured first, or if a new width must wait because its
         first step compiles.
         """
-        plain = self._known(PLAIN, num_decodes)
-        drafted = self._known(num_model_drafts, num_rows)
+        plain = self._known.get((PLAIN, width(num_decodes)))
+        drafted = self._known.get((num_model_drafts, width(num_rows)))
         if plain and drafted:
             return drafted / plain
         is_new = (num_model_drafts, width(num_rows)) not in self._times
@@ -75,47 +87,44 @@ class Pace:
     @property
     def num_known(self) -> int:
         """How many kinds of steps are known."""
-        return sum(len(times) >= _MIN_KNOWN for times in self._times.values())
-
-    def _known(self, num_model_drafts: int, num_rows: int) -> float:
-        """The seconds of steps of this width; 0 until they are known."""
-        times = self._times.get((num_model_drafts, width(num_rows)), ())
-        return min(times) if len(times) >= _MIN_KNOWN else 0.0
+        return len(self._known)
 
 
 # These numbers were chosen by hand; docs/speculation.md measures them together.
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # a smaller expected gain is within measurement noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
-# A request starts with these counts: accepted drafts, and steps with a rejected one.
-_ACCEPTED, _REJECTED = 4.0, 1.0
+_FIRST_RATE = 0.8  # assumed share of drafts that are accepted
+_WEIGHT = 5  # how many drafts this assumption counts for
 _MIN_REJECTED = 1e-3  # a rate stays below 1
-_FADE = 0.9  # factor of both counts at each draft
-_RECOVER = 0.02  # share of the way back to the first counts, per step without a draft
+# The factor of both counts at each draft, and the share of the way back to the first counts per
+# step without a draft: of a request, and of all requests together.
+_FADE, _RECOVER = 0.9, 0.02
+_FADE_OF_ALL, _RECOVER_OF_ALL = 0.98, 0.002
 
 
 class _Record:
-    """How many drafts of a request came true, of those from one source."""
+    """How many drafts from one source came true, of a request or of all."""
 
     __slots__ = ("accepted", "rejected")
 
-    def __init__(self) -> None:
-        self.accepted, self.rejected = _ACCEPTED, _REJECTED
+    def __init__(self, rate: float = _FIRST_RATE) -> None:
+        self.accepted, self.rejected = _WEIGHT * rate, _WEIGHT * (1 - rate)
 
     @property
     def rate(self) -> float:
         """The probability that a draft is accepted after an accepted draft."""
         return self.accepted / (self.accepted + self.rejected)
 
-    def record(self, num_accepted: int, num_drafts: int) -> None:
-        self.accepted = self.accepted * _FADE + num_accepted
-        self.rejected = max(self.rejected * _FADE + (num_accepted < num_drafts), _MIN_REJECTED)
+    def record(self, num_accepted: int, num_drafts: int, fade: float = _FADE) -> None:
+        self.accepted = self.accepted * fade + num_accepted
+        self.rejected = max(self.rejected * fade + (num_accepted < num_drafts), _MIN_REJECTED)
 
-    def recover(self) -> None:
-        """Move the counts towards the first ones after a step without drafts: the text may repeat
-        itself again by now."""
-        self.accepted += (_ACCEPTED - self.accepted) * _RECOVER
-        self.rejected += (_REJECTED - self.rejected) * _RECOVER
+    def recover(self, rate: float = _FIRST_RATE, share: float = _RECOVER) -> None:
+        """Move the counts towards those of `rate` after a step without drafts: other text may have
+        come by now."""
+        self.accepted += (_WEIGHT * rate - self.accepted) * share
+        self.rejected += (_WEIGHT * (1 - rate) - self.rejected) * share
 
     def expected(self, num_drafts: int) -> float:
         """The expected number of accepted drafts."""
@@ -129,8 +138,8 @@ class _History:
 
     __slots__ = ("of_last", "proposed", "records")
 
-    def __init__(self) -> None:
-        self.records = _Record(), _Record()
+    def __init__(self, rate_by_model: float) -> None:
+        self.records = _Record(), _Record(rate_by_model)
         self.proposed: Sequence[int] = ()
         self.of_last = self.records[0]
 
@@ -155,6 +164,7 @@ class Speculator:
         self._tokens_of, self._draft_by_model = tokens_of, draft
         self.max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
+        self._by_model = _Record()  # of all requests: where a new one starts
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # of the last step, as in Pace
         self.num_since_model = 0  # steps since the model made drafts
@@ -170,6 +180,20 @@ class Speculator:
         drafts = [self._look_up(request, MAX_DRAFT + 1)[1:] for request in looked_at]
         limits = [MAX_DRAFT] * count
         return any(self._choose(looked_at, limits, drafts, len(decodes)))
+
+    def num_ahead(self, requests: Sequence[Request]) -> int:
+        """How many tokens the model should draft for these requests behind a step whose tokens are
+        unknown; 0: the next step should have no drafts by the model."""
+        some = requests[:_LOOKUPS]
+        if not some or not self.max_model_drafts or any(map(self._looks_up, some)):
+            return 0
+        limits = [self.max_model_drafts] * len(some)
+        return self._choose(some, limits, [()] * len(some), len(requests))[1]
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether a request's last draft was looked up."""
+        history = self._history(request)
+        return len(history.proposed) > 0 and history.of_last is history.records[0]
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes.  wanted: pairs (request, the most tokens that it may draft)."""
@@ -230,7 +254,7 @@ class Speculator:
     def _history(self, request: Request) -> _History:
         found = self._histories.get(request)
         if found is None:
-            found = self._histories[request] = _History()
+            found = self._histories[request] = _History(self._by_model.rate)
         return found
 
     def record(
@@ -246,10 +270,14 @@ class Speculator:
             own = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if own:
                 history.of_last.record(min(count, own), own)
+                if history.of_last is history.records[1]:
+                    self._by_model.record(min(count, own), own, _FADE_OF_ALL)
         for segment in output.segments[: output.num_decodes]:
             if (found := self._histories.get(segment.request)) is not None:
-                for record in found.records:
-                    record.recover()
+                found.records[0].recover()
+                found.records[1].recover(self._by_model.rate)
+        if not drafted:
+            self._by_model.recover(share=_RECOVER_OF_ALL)
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.record(rows, self._num_model_drafts if drafted else PLAIN, seconds)

@@ -19,7 +19,7 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.result import StepResult, count_rejected
 from vllm_metal_lite.sampling.sampler import Sampler, SamplerOutput
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.no_prefix_disk import NoPrefixDisk
@@ -49,7 +49,8 @@ class FakeResult(StepResult):
 
     def __init__(self, runner: "FakeRunner", batch: ForwardBatch, tokens: list[int]) -> None:
         sampled = mx.array(tokens, mx.int32)
-        super().__init__(batch, SamplerOutput(sampled, None, sampled))
+        rejected = count_rejected(batch, mx.array(batch.token_ids), sampled)
+        super().__init__(batch, SamplerOutput(sampled, None, sampled), rejected=rejected)
         self.runner, self.tokens = runner, tokens
 
     def wait(self) -> None:

@@ -21,6 +21,7 @@ from vllm_metal_lite.attention.paged.step import (
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.step_arrays import (
+    last_slots,
     make_step,
     pad_rows,
     prompts_of,
@@ -74,6 +75,7 @@ class KernelAttention:
         self._plan_decodes: DecodePlanner | None = None
         if self._unused.isdisjoint(("paged_decode", "latent_attention")):
             self._plan_decodes = DecodePlanner(store, self.shares, merges, self._reads_once)
+        self.moves_decodes = self._plan_decodes is not None
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same attention over another store of the same layers."""
@@ -104,6 +106,22 @@ class KernelAttention:
             if num_logits < len(batch.logits_indices):
                 num_logits = power_of_two(len(batch.logits_indices))
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
+
+    def earlier(self, step: DeviceBatch, by: mx.array) -> DeviceBatch:
+        """See Attention.  The rows share no prefix: an earlier row may be shorter than theirs."""
+        plan: PagedPlan = step.plan
+        decodes = plan.decodes
+        assert decodes is not None, "a step of decodes"
+        num_rows, size = step.num_rows, len(decodes.seq_lens)
+        by = mx.pad(by, (0, size - len(by)))
+        seq_lens = decodes.seq_lens - by
+        slots = (last_slots(t, seq_lens, self.store.block_size) for t in decodes.block_tables)
+        decodes = decodes._replace(seq_lens=seq_lens, prefix=None)
+        return step._replace(
+            positions=step.positions - by[:num_rows],
+            slot_mapping=tuple(slots),
+            plan=plan._replace(decodes=decodes, positions=plan.positions - by),
+        )
 
     def begin(self, step: DeviceBatch, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state

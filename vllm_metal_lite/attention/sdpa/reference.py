@@ -25,7 +25,7 @@ class ReferenceAttention:
     """
 
     name = "reference"
-    overlaps = False
+    overlaps = moves_decodes = False
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
@@ -35,6 +35,9 @@ class ReferenceAttention:
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         return make_step(batch, num_rows, SdpaPlan(batch, num_rows))
+
+    def earlier(self, step: DeviceBatch, by: mx.array) -> DeviceBatch:
+        raise NotImplementedError("the plan of a step needs its positions")
 
     def begin(self, step: DeviceBatch, state: list[mx.array]) -> "ReferenceStepAttention":
         return ReferenceStepAttention(self.store, step)

@@ -1,0 +1,133 @@
+"""The device drafts before the host knows which tokens the drafts follow."""
+
+import numpy as np
+import pytest
+
+from metal.host import installed
+from tests.engine.test_trained_heads import OPTIONS, drafting
+from tests.support.models import tiny_models as tiny
+from tests.support.models.trained_heads import Head, write_head
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.model.loader import load
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.structured_params import StructuredOutputsParams
+
+
+@pytest.fixture(autouse=True)
+def _host_kernels():
+    with installed(writable_inputs=["states"]):
+        yield
+
+
+class Counted:
+    """How often drafts were made before the tokens that they follow were known, and after."""
+
+    def __init__(self, engine):
+        self.ahead = self.late = 0
+        flying, draft = engine.in_flight, engine.runner.draft
+
+        def counted(wanted):
+            is_ahead = len(flying.pipeline.steps) > 0
+            self.ahead, self.late = self.ahead + is_ahead, self.late + (not is_ahead)
+            return draft(wanted)
+
+        engine.runner.draft = counted
+
+
+def drafting_for_itself(path, **options):
+    """A model that drafts for itself: all its drafts are right."""
+    engine = drafting(load(path), draft_model=path, attention="kernels", **options)
+    return engine, Counted(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/window", "deepseek_v3"])
+def test_right_drafts_follow_one_another_without_a_gap(name, tmp_path):
+    """Also across the ends of blocks, and with the noise of the tokens that they guess."""
+    path, prompts = str(tiny.write_folder(tmp_path, name)), tiny.prompts(3, 5, 30, seed=6)
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=5, ignore_eos=True)
+    plain = LLMEngine(load(path), EngineConfig(**OPTIONS, speculate="off"))
+    engine, made = drafting_for_itself(path, block_size=8)
+    assert tiny.answers(engine, prompts, params) == tiny.answers(plain, prompts, params)
+    metrics = engine.metrics()
+    assert metrics["accepted_tokens"] == metrics["draft_tokens"]
+    assert metrics["steps"] <= 2 + 60 / 4 + 2  # prompts, four tokens a step, two without room
+    assert made.ahead > 10
+    assert made.late <= 1  # the first drafts may need another block
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite"])
+def test_wrong_drafts_are_followed_by_those_of_the_head(name, tmp_path):
+    path, head = write_head(tiny.write_folder(tmp_path, name), Head(name)), Head(name)
+    model, prompts = load(str(path)), tiny.prompts(3, 5, 20, seed=2)
+    engine = drafting(model, attention="kernels")
+    made = Counted(engine)
+    params = tiny.greedy(25, ignore_eos=True)
+    assert tiny.answers(engine, prompts, params) == tiny.all_alone(name, prompts, 25)
+    assert made.ahead > 10 > 1 >= made.late
+    found = engine.in_flight.speculator.made
+    assert len(found) > 20
+    for known, drafts in found:
+        assert drafts == head.drafts(model.packed.model, known, len(drafts))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"presence_penalty": 1.0},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z0-9 ]{40}")},
+    ],
+    ids=["penalties", "grammars"],
+)
+def test_drafts_that_depend_on_tokens_wait_for_them(how, tmp_path):
+    path, prompts = str(tiny.write_folder(tmp_path, "llama")), tiny.prompts(2, 5, 20, seed=6)
+    params = [SamplingParams(max_tokens=30, temperature=0.9, seed=5, **h) for h in (how, {})]
+    plain = LLMEngine(load(path), EngineConfig(**OPTIONS, speculate="off"))
+    engine, made = drafting_for_itself(path)
+    assert tiny.answers(engine, prompts, params) == tiny.answers(plain, prompts, params)
+    assert made.late > 2
+    metrics = engine.metrics()
+    assert metrics["accepted_tokens"] > 0.9 * metrics["draft_tokens"]
+
+
+def test_lost_steps_and_aborts_lose_their_drafts_alone(tmp_path):
+    path, prompts = str(tiny.write_folder(tmp_path, "llama")), tiny.prompts(5, 5, 20, seed=6)
+    engine, made = drafting_for_itself(path, block_size=8, num_blocks=16, max_num_seqs=3)
+    tiny.submit(engine, prompts, tiny.greedy(30, ignore_eos=True))
+    finish, done, steps = engine.in_flight.finish, {}, 0
+
+    def lost():
+        raise RuntimeError("lost")
+
+    while engine.has_unfinished_requests():
+        steps += 1
+        engine.in_flight.finish = lost if steps in (4, 9) else finish
+        done.update(tiny.step(engine, RuntimeError))
+        if steps == 6:
+            engine.abort("1")
+    expected = tiny.all_alone("llama", prompts, 30)
+    for i in (0, 2, 3, 4):
+        assert done[str(i)].outputs[0].token_ids == expected[i]
+    assert made.ahead > 10
+
+
+def test_a_moved_step_is_the_step_of_the_earlier_positions(tmp_path):
+    path = str(tiny.write_folder(tmp_path, "llama/window"))
+    engine, _ = drafting_for_itself(path, block_size=8)
+    tiny.submit(engine, tiny.prompts(3, 20, 60, seed=4), tiny.greedy(30))
+    while len(engine.scheduler.decodes) < 3:
+        engine.step()
+    flying, attention = engine.in_flight, engine.runner.attention
+    seats = np.array(list(flying.seats.req_index.values()))
+    last = flying.inputs.num_blocks[seats] * 8 - 1
+    for by in ([0, 0, 0], [1, 7, 8], [9, 3, 0]):
+        steps = [
+            attention.prepare(flying.inputs.pack(seats, at, np.ones(3, np.int64)), 4)
+            for at in (last, last - by)
+        ]
+        moved, expected = attention.earlier(steps[0], mx.array(by)), steps[1]
+        for name in ("positions", "slot_mapping"):
+            assert all(map(mx.array_equal, getattr(moved, name), getattr(expected, name)))
+        assert mx.array_equal(moved.plan.positions, expected.plan.positions)
+        assert mx.array_equal(moved.plan.decodes.seq_lens, expected.plan.decodes.seq_lens)

@@ -1,0 +1,84 @@
+"""What the engine's choice of drafts gains, on simulated machines.
+
+Steps take given times, and a drafter is right with a given probability.
+"""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+from vllm_metal_lite.speculation.speculator import Speculator
+
+# Seconds of a step by the number of drafts of each request.
+DENSE = (5.0, 6.8, 7.6, 8.6)
+CROWD = (5.2, 8.0, 10.0, 12.0)
+EXPERTS = (5.0, 8.0, 10.0, 13.0)
+
+
+class Machine:
+    """Runs answers one after another.  noise: the standard deviation of a step's time, relative."""
+
+    def __init__(self, times, right, count, noise=0.05):
+        self.times, self.right, self.count, self.noise = times, right, count, noise
+        self.random, self.texts = Random(1), {}
+        draft = lambda wanted: [[7] * most for _, most in wanted]  # noqa: E731
+        self.speculator = Speculator(self.texts.__getitem__, draft, len(times) - 1)
+
+    def seconds(self, num_drafts):
+        return self.times[num_drafts] * (1 + abs(self.random.gauss(0, self.noise)))
+
+    def step(self, requests):
+        """Returns (seconds, new tokens of each request)."""
+        drafts = [[] for _ in requests]
+        if self.speculator.wants(requests):
+            drafts = self.speculator.propose([(request, 99) for request in requests])
+        segments, accepted = [], []
+        for request, draft in zip(requests, drafts, strict=True):
+            count = 0
+            while count < len(draft) and self.random.random() < self.right:
+                count += 1
+            accepted.append(count)
+            segments.append(Segment(request, 40, 1 + len(draft), (), draft_token_ids=draft))
+        seconds = self.seconds(max(map(len, drafts)))
+        out = SchedulerOutput(segments, 0 if any(drafts) else len(segments))
+        out.total_num_scheduled_tokens = sum(s.num_scheduled for s in segments)
+        counts = [n for n, draft in zip(accepted, drafts, strict=True) if draft]
+        self.speculator.record(out, counts, seconds)
+        return seconds, [1 + count for count in accepted]
+
+    def gain(self, num_answers=8, length=300):
+        """The tokens a second of the last answers, relative to steps without drafts."""
+        gains = []
+        for answer in range(num_answers):
+            requests = [Request(f"{answer}-{i}", [1], 9999) for i in range(self.count)]
+            self.texts.clear()
+            for i, request in enumerate(requests):
+                self.texts[request] = np.arange(1000 * i, 1000 * i + 200, dtype=np.int32)
+            left, spent = np.full(self.count, length), 0.0
+            while (left > 0).any():
+                seconds, tokens = self.step(requests)
+                left, spent = left - tokens, spent + seconds
+            gains.append(sum(self.seconds(0) for _ in range(length)) / spent)
+        return float(np.mean(gains[2:]))
+
+
+@pytest.mark.parametrize(
+    ("times", "count", "right", "least"),
+    [
+        (DENSE, 1, 0.8, 1.6),
+        (DENSE, 1, 0.6, 1.2),
+        (CROWD, 4, 0.8, 1.15),
+        (DENSE, 1, 0.3, 0.98),
+        (DENSE, 1, 0.0, 0.98),
+        (CROWD, 4, 0.6, 0.98),
+        (CROWD, 4, 0.0, 0.98),
+        (EXPERTS, 1, 0.8, 1.1),
+        (EXPERTS, 1, 0.6, 0.98),
+        (EXPERTS, 1, 0.0, 0.98),
+    ],
+)
+def test_drafts_gain_where_they_can_and_cost_little_elsewhere(times, count, right, least):
+    assert Machine(times, right, count).gain() > least
