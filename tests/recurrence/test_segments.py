@@ -27,9 +27,9 @@ def test_checkpoints_come_before_the_end_in_order():
     np.testing.assert_array_equal(
         segments,
         [
-            [0, 0, 0, EMPTY, 2, 4, 4, 0],
-            [4, 1, 6, 3, 8, 5, 9, 1],
-            [9, PADDING, 9, EMPTY, 9, EMPTY, 9, EMPTY],
+            [0, 0, 0, EMPTY, 0, EMPTY, 2, 4, 4, 0],
+            [4, 1, 4, EMPTY, 6, 3, 8, 5, 9, 1],
+            [9, PADDING, 9, EMPTY, 9, EMPTY, 9, EMPTY, 9, EMPTY],
         ],
     )
 
