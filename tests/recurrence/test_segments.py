@@ -34,6 +34,17 @@ def test_checkpoints_come_before_the_end_in_order():
     )
 
 
+def test_drafts_give_few_shapes():
+    """Beside a request without any, too."""
+    shapes = {}
+    for count in range(1, 8):
+        ends, slots = [0, 1, 2 + count, 3 + 2 * count], [0, 1, 2]
+        for segments in ([1], [1, 2]):
+            states = [(s, ends[s] + 1 + i, 9 * s + i) for s in segments for i in range(count)]
+            shapes.setdefault(plan(ends, slots, slots, 32, states).shape, set()).add(count)
+    assert shapes == {(4, 6): {1}, (4, 10): {2, 3}, (4, 18): {4, 5, 6, 7}}
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_few_segments_are_an_array_of_eight_elements(count):
     segments = plan([0, 3][: count + 1], [0][:count], [0][:count], 3)
