@@ -114,6 +114,12 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut):
     )
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_drafts_leave_the_rows_before_each(size):
+    for count in range(1, 9):
+        Case(Segments.drafted([2, 9, 40, 17], count), size=size).check()
+
+
 def test_columns_of_a_wider_array():
     case = Case(Segments(**RAGGED))
     expected, _ = case.run()

@@ -284,6 +284,29 @@ def test_tiles_give_the_bits_of_rows_alone(kind):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.skipif(not backend.is_cpu(), reason="compilers may join a product and a sum")
+@pytest.mark.parametrize("kind", [*GIVEN, "softplus"])
+def test_drafts_leave_the_bits_of_rows_one_by_one(kind):
+    """With a state before each draft, in tiles that begin anew at each."""
+    lengths, alone = [2, 9, 40], {}
+    cases = [case_of(kind, Segments.drafted(lengths, count)) for count in range(1, 9)]
+    starts = [cases[0].states[slot] for slot in cases[0].segments.initial]
+    rows, ends = [], np.cumsum([0, *lengths]).tolist()
+    for s, state in enumerate(starts):
+        for row in range(ends[s], ends[s + 1]):
+            part = cases[0].rows(row, row + 1, Segments([1]))
+            part.states[part.segments.initial[0]] = state
+            y, after = part.run()
+            rows.append(y[0])
+            state = alone[row + 1] = after[part.segments.final[0]]
+    for case in cases:
+        case.states[case.segments.initial] = starts
+        y, states = case.run()
+        np.testing.assert_array_equal(y, rows)
+        for row, slot in case.segments.left():
+            np.testing.assert_array_equal(states[slot], alone[row])
+
+
 def test_a_checkpoint_changes_nothing():
     plain, kept = (
         Case(Segments([21], fresh={0}, checkpoints=rows))

@@ -27,11 +27,22 @@ def test_checkpoints_come_before_the_end_in_order():
     np.testing.assert_array_equal(
         segments,
         [
-            [0, 0, 0, EMPTY, 2, 4, 4, 0],
-            [4, 1, 6, 3, 8, 5, 9, 1],
-            [9, PADDING, 9, EMPTY, 9, EMPTY, 9, EMPTY],
+            [0, 0, 0, EMPTY, 0, EMPTY, 2, 4, 4, 0],
+            [4, 1, 4, EMPTY, 6, 3, 8, 5, 9, 1],
+            [9, PADDING, 9, EMPTY, 9, EMPTY, 9, EMPTY, 9, EMPTY],
         ],
     )
+
+
+def test_drafts_give_few_shapes():
+    """Beside a request without any, too."""
+    shapes = {}
+    for count in range(1, 8):
+        ends, slots = [0, 1, 2 + count, 3 + 2 * count], [0, 1, 2]
+        for segments in ([1], [1, 2]):
+            states = [(s, ends[s] + 1 + i, 9 * s + i) for s in segments for i in range(count)]
+            shapes.setdefault(plan(ends, slots, slots, 32, states).shape, set()).add(count)
+    assert shapes == {(4, 6): {1}, (4, 10): {2, 3}, (4, 18): {4, 5, 6, 7}}
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -47,12 +47,13 @@ def pack_segments(
 
     A row of the result is begin, initial slot, and M pairs (end, slot) in order of their ends.  The
     last pair is the segment's own end; a segment with fewer checkpoints than others has pairs
-    (begin, EMPTY_SLOT) first.  The padding is segment S; segments behind it have no rows.  All
-    columns are fixed by the step, so one array serves all layers.
+    (begin, EMPTY_SLOT) first.  M is a power of two, so that shapes repeat.  The padding is segment
+    S; segments behind it have no rows.  All columns are fixed by the step, so one array serves all
+    layers.
     """
     ends, begins = cu_seqlens[1:], cu_seqlens[:-1]
     inside = {s: list(of) for s, of in groupby(sorted(checkpoints), key=itemgetter(0))}
-    pairs = 1 + max(map(len, inside.values()), default=0)
+    pairs = power_of_two(1 + max(map(len, inside.values()), default=0))
     segments = np.full((len(begins) + 1, 2 + 2 * pairs), EMPTY_SLOT, np.int32)
     segments[:-1, 0], segments[:-1, 1] = begins, initial_slots
     segments[-1, 0], segments[-1, 1] = cu_seqlens[-1], PADDING

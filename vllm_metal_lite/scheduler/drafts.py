@@ -4,10 +4,11 @@ A decode with k drafts is a segment of 1 + k rows.  All rows are sampled.  The r
 tokens of the first row and of each row behind an accepted draft.  The next step overwrites K and V
 of the other rows.  So a draft costs only rows, and blocks until the next step.
 
-A recurrent state cannot be overwritten in part.  The segment leaves one state before the drafts and
-one behind them, in two slots.  If some drafts are wrong, the request continues from the first: the
-next step computes the accepted tokens again, before new drafts.  Drafts end where a block ends, so
-that its state can be a checkpoint.
+A recurrent state cannot be overwritten in part.  So the segment leaves the states before its first
+drafts and the one behind the last, each in a slot of its own.  The request continues from the
+latest of these states that no wrong draft precedes.  Longer drafts, or fewer slots, leave further
+drafts without a state: after an error among these, the next step computes the accepted ones again,
+before new drafts.  A draft passes the end of a block only if a state there can become a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,12 +55,15 @@ class DraftScheduler:
             cap -= 1  # the longest drafts lose most
         # A block stays for each running request, so that a draft never causes a preemption.
         spare = self.kv.num_available - num_running
+        pairs = [(s, draft) for (s, _), draft in zip(wanted, proposed, strict=True) if draft]
         drafted: list[Segment] = []
-        for (segment, _), draft in zip(wanted, proposed, strict=True):
+        for i, (segment, draft) in enumerate(pairs):
             owned = segment.request.num_blocks
             most = (owned + max(spare, 0)) * self.kv.block_size - segment.end
             draft = draft[: min(cap, most)]
-            if not draft or not (self._states is None or self._states.lengthen(segment)):
+            if self._states is not None:
+                draft = draft[: self._states.lengthen(segment, len(draft), len(pairs) - i)]
+            if not draft:
                 continue
             self._add(segment, draft, limit=segment.end + most)
             spare -= segment.request.num_blocks - owned
@@ -73,11 +77,11 @@ class DraftScheduler:
 
     def _room(self, segment: Segment) -> int:
         """The most drafts of a decode.  The token after them is within max_length, too."""
-        request, size = segment.request, self.kv.block_size
+        request = segment.request
         if request.token_ids[-1] == UNKNOWN_TOKEN:
             return 0
         most = request.max_length - request.num_tokens - 1
-        return most if self._states is None else min(most, -segment.end % size)
+        return most if self._states is None else min(most, self._states.most_drafts(segment.end))
 
     def _add(self, segment: Segment, draft: Sequence[int], limit: int) -> None:
         start, end = segment.num_computed, segment.end + len(draft)
@@ -94,15 +98,13 @@ class DraftScheduler:
     def accept(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
         """Keep the accepted drafts.  accepted: the tokens behind the first sampled one.
 
-        False: the next step must compute the accepted tokens again.
+        False: the next step must compute the last of them again.
         """
         request, first = segment.request, segment.known_end
         request.token_ids += accepted
-        if self._states is not None and len(accepted) < len(segment.draft_token_ids):
-            self._states.states.take_back(request)
-            return not accepted
-        request.num_computed_tokens = end = first + len(accepted)
-        output.named += self.kv.name_blocks(request, first, end)
+        end = computed = first + len(accepted)
         if self._states is not None:
-            self._states.name_end(request, end, output)
-        return True
+            computed = self._states.accept(segment, end, output)
+        request.num_computed_tokens = computed
+        output.named += self.kv.name_blocks(request, first, computed)
+        return computed == end

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
+from vllm_metal_lite.config import MAX_MODEL_DRAFTS
 from vllm_metal_lite.scheduler.checkpoints import Checkpoint, inner_starts, likely_starts
 from vllm_metal_lite.scheduler.following import Following
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, PrefixHit
@@ -109,11 +110,37 @@ class StateScheduler:
         out.checkpoints.append((request, Checkpoint(position, slot, num_next)))
         return True
 
-    def lengthen(self, segment: Segment) -> bool:
-        """Let a segment that gets drafts leave the state before them, too; False without slots."""
-        slots = self.states.lengthen(segment.request, segment.end)
-        segment.state = slots or segment.state
-        return slots is not None
+    def lengthen(self, segment: Segment, num_drafts: int, num_sharing: int) -> int:
+        """Let a segment that gets drafts leave the states before the first of them, too; returns
+        how many drafts it may get.
+
+        num_sharing: the segments that share the slots, this one included.
+        """
+        share = -(-self.states.num_available // num_sharing)
+        count, end = min(num_drafts, MAX_MODEL_DRAFTS, share), segment.end
+        if not count:
+            return 0
+        segment.state = self.states.lengthen(segment.request, range(end, end + count))
+        return min(num_drafts, self.most_drafts(end, count))
+
+    def most_drafts(self, start: int, num_states: int = MAX_MODEL_DRAFTS) -> int:
+        """The most drafts from position `start` on if only the first num_states leave states: one
+        more would pass the end of a block without a state."""
+        last = start + num_states - 1
+        return last - last % self.kv.block_size + self.kv.block_size - start
+
+    def accept(self, segment: Segment, end: int, output: SchedulerOutput) -> int:
+        """Continue from the latest state within the accepted drafts, which end at `end`, and name
+        the state at the last end of a block.  Returns the position of the former."""
+        state = segment.state
+        assert state is not None, "a segment of a model with states"
+        if end < segment.end:
+            end = self.states.go_back(segment.request, end)
+        at = end - end % self.kv.block_size
+        if at > segment.known_end and self.kv.enable_caching:
+            slot = dict([*state.checkpoints, (segment.end, state.final)])[at]
+            self._name(segment.request, Checkpoint(at, slot), output)
+        return end
 
     # Followers (following.py)
 
@@ -148,12 +175,6 @@ class StateScheduler:
         """Name the states that a step leaves: requests of later steps may start there."""
         for request, checkpoint in sorted(output.checkpoints, key=lambda c: c[1].position):
             self._name(request, checkpoint, output)
-
-    def name_end(self, request: Request, end: int, output: SchedulerOutput) -> None:
-        """Name the state after accepted drafts, if a block ends there."""
-        if end % self.kv.block_size == 0 and self.kv.enable_caching:
-            slot = self.states.running[request].final
-            self._name(request, Checkpoint(end, slot), output)
 
     def _name(self, request: Request, checkpoint: Checkpoint, output: SchedulerOutput) -> None:
         position, running = checkpoint.position, self._running.get(request)

@@ -16,6 +16,7 @@ the lowest priority goes, and the clock becomes this priority.  A priority is th
 `used_at`, the clock at the last use.  So each checkpoint goes once it is unused for long.
 """
 
+from collections.abc import Sequence
 from itertools import islice
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, SegmentState
@@ -87,29 +88,30 @@ class StateSlots(BlockPool):
             self.running[request] = state = SegmentState(current, current)
         return state
 
-    def lengthen(self, request: Request, end: int) -> SegmentState | None:
-        """The slots of a segment that gets drafts after its `end`.  The state at `end` stays in a
-        slot of its own until the next step.
+    def lengthen(self, request: Request, positions: Sequence[int]) -> SegmentState:
+        """The slots of a segment that gets drafts after its end, positions[0].  The states at
+        `positions` stay in slots of their own until the next step.
 
-        None: no slot is left.  It may use the reserve of an empty seat: this step admits no more
-        requests, and the next step has the slots back.
+        At least as many slots must be available.  These may be the reserve of empty seats: this
+        step admits no more requests, and the next step has the slots back.
         """
-        if not self.num_available:
-            return None
-        state = self.running[request]
-        self.running[request] = state = SegmentState(
-            state.initial, state.final, [*state.checkpoints, (end, slot := self._allocate())]
-        )
-        self._held.append(slot)
+        state, new = self.running[request], self.allocate(len(positions))
+        assert new is not None, "drafts were given the slots that are left"
+        *kept, final = state.final, *new
+        self._held += kept
+        states = [*state.checkpoints, *zip(positions, kept, strict=True)]
+        self.running[request] = state = SegmentState(state.initial, final, states)
         return state
 
-    def take_back(self, request: Request) -> None:
-        """Return to the state before the drafts of the last step."""
+    def go_back(self, request: Request, position: int) -> int:
+        """Continue from the latest state at or before `position` that the last step left in front
+        of a draft; returns the position of this state."""
         state = self.running[request]
-        _, slot = state.checkpoints[-1]
+        at, slot = max(left for left in state.checkpoints if left[0] <= position)
         self._held.remove(slot)
         self._held.append(state.final)
         self.running[request] = SegmentState(slot, slot)
+        return at
 
     def reserve(self) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""

@@ -27,7 +27,8 @@ class Segments:
     """Segments of `lengths` rows (those in `fresh` start from zeros), and rows of padding.
 
     A segment has its own slot, drawn at random.  checkpoints: (segment, rows of it before).  moved:
-    segments that leave their state in another slot than the one they start from.
+    segments that leave their state in another slot than the one they start from.  in_place: the
+    first checkpoint of each segment takes the slot that it starts from.
     """
 
     lengths: list[int]
@@ -36,6 +37,7 @@ class Segments:
     checkpoints: list[tuple[int, int]] = field(default_factory=list)
     moved: set[int] = field(default_factory=set)
     seed: int = 0
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         count = len(self.lengths)
@@ -55,6 +57,10 @@ class Segments:
             (s, int(self.cu_seqlens[s]) + row, int(slot))
             for (s, row), slot in zip(self.checkpoints, drawn[2 * count :], strict=False)
         ]
+        if self.in_place:
+            first = {s: i for i, (s, _, _) in reversed([*enumerate(self.taken)])}
+            for s, i in first.items():
+                self.taken[i] = (*self.taken[i][:2], int(self.initial[s]))
         self.array = pack_segments(
             self.cu_seqlens, self.initial, self.final, self.num_rows, self.taken
         )
@@ -67,6 +73,23 @@ class Segments:
         fresh, moved = ({s for s, is_so in enumerate(of) if is_so} for of in marks)
         half = [(s, n // 2) for s, n in enumerate(lengths)]
         return cls([*lengths], fresh, padding, half, moved, seed)
+
+    @classmethod
+    def drafted(cls, lengths: list[int], num_states: int) -> "Segments":
+        """Segments that end with drafts: each leaves up to num_states states before its last rows,
+        the first in the slot that it starts from, and one at its end."""
+        rows = [
+            (s, row)
+            for s, length in enumerate(lengths)
+            for row in range(max(length - num_states, 1), length)
+        ]
+        return cls(lengths, checkpoints=rows, moved={*range(len(lengths))}, in_place=True)
+
+    def left(self) -> list[tuple[int, int]]:
+        """The (row, slot) pairs of all states that the segments leave: before a row, or behind the
+        last one of a segment."""
+        ends = zip(self.cu_seqlens[1:].tolist(), self.final.tolist(), strict=True)
+        return [*((row, slot) for _, row, slot in self.taken), *ends]
 
     def states(self, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
         """The states of all slots; NaN in slots where no segment starts."""
