@@ -22,7 +22,7 @@ def model(tmp_path_factory):
 
 
 class Rigged(ByModel):
-    """The head's drafts in every step; a share of them, `right`, is replaced by the answers' tokens.
+    """The head drafts in every step; answers' tokens replace a share of the drafts, `right`.
 
     A head of random weights is nearly always wrong.
     """

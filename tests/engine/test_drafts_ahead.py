@@ -7,6 +7,8 @@ from metal.host import installed
 from tests.engine.test_trained_heads import OPTIONS, drafting
 from tests.support.models import tiny_models as tiny
 from tests.support.models.trained_heads import Head, write_head
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -112,22 +114,37 @@ def test_lost_steps_and_aborts_lose_their_drafts_alone(tmp_path):
     assert made.ahead > 10
 
 
-def test_a_moved_step_is_the_step_of_the_earlier_positions(tmp_path):
+@pytest.mark.parametrize("how", ["decodes", "varlen", "sdpa", "reference"])
+def test_a_step_that_goes_back_is_that_of_the_earlier_positions(how, tmp_path):
     path = str(tiny.write_folder(tmp_path, "llama/window"))
     engine, _ = drafting_for_itself(path, block_size=8)
     tiny.submit(engine, tiny.prompts(3, 20, 60, seed=4), tiny.greedy(30))
     while len(engine.scheduler.decodes) < 3:
         engine.step()
-    flying, attention = engine.in_flight, engine.runner.attention
+    flying, attention, ones = engine.in_flight, engine.runner.attention, np.ones(3, np.int64)
     seats = np.array(list(flying.seats.req_index.values()))
     last = flying.inputs.num_blocks[seats] * 8 - 1
-    for by in ([0, 0, 0], [1, 7, 8], [9, 3, 0]):
-        steps = [
-            attention.prepare(flying.inputs.pack(seats, at, np.ones(3, np.int64)), 4)
-            for at in (last, last - by)
-        ]
-        moved, expected = attention.earlier(steps[0], mx.array(by)), steps[1]
-        for name in ("positions", "slot_mapping"):
-            assert all(map(mx.array_equal, getattr(moved, name), getattr(expected, name)))
-        assert mx.array_equal(moved.plan.positions, expected.plan.positions)
-        assert mx.array_equal(moved.plan.decodes.seq_lens, expected.plan.decodes.seq_lens)
+    shapes, store = engine.model.attention_shapes, attention.store
+    if how in ("varlen", "sdpa"):
+        failed = ["paged_decode", *["varlen_prefill"] * (how == "sdpa")]
+        attention = KernelAttention(store, how, shapes, failed_kernels=failed)
+    elif how == "reference":
+        attention = ReferenceAttention(store)
+    for back in ([0, 0, 0, 0], [1, 7, 8, 0], [9, 3, 0, 0]):
+        latest, expected = (
+            attention.prepare(flying.inputs.pack(seats, at, ones), 4)
+            for at in (last, last - back[:3])
+        )
+        step = latest._replace(back=mx.array(back, mx.int32))
+        moved = attention.begin(step, attention.new_state()).step
+        assert moved.back is None
+        for found, right in zip(arrays_of(moved), arrays_of(expected), strict=True):
+            assert mx.array_equal(found, right), (back, found, right)
+
+
+def arrays_of(step):
+    """The arrays that say where the rows of a step are."""
+    rows = getattr(step.plan, "decodes", None) or getattr(step.plan, "prompts", None)
+    own = [rows.seq_lens] if hasattr(rows, "seq_lens") else []
+    planned = [step.plan.positions] if hasattr(step.plan, "positions") else []
+    return [step.positions, *step.slot_mapping, *planned, *own]

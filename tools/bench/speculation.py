@@ -107,7 +107,7 @@ class Unforced(FittedEngine):
 
 def make_engine(model: LoadedModel, load: WaveLoad, kind: str, mode: str) -> FittedEngine:
     options = {
-        "max_num_seqs": 2 * len(load.prompts),
+        "max_num_seqs": 8 * len(load.prompts),  # slots for recurrent states
         "state_cache_gib": 0,
         "enable_prefix_caching": False,
         "speculate": "auto" if mode == "auto" else "off",

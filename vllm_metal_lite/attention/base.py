@@ -38,6 +38,8 @@ class DeviceBatch(NamedTuple):
     returns_hidden: whether the forward also returns hidden states.
     pictures: None for a step without rows of pictures.
     hidden: (num_rows, 1, hidden_size), the hidden states that a trained head continues from.
+    back: (num_rows,) int32, for a step of decodes, by how many positions each is earlier than the
+    batch and the plan say.  The device may know this before the host; `begin` applies it.
     """
 
     batch: ForwardBatch
@@ -51,6 +53,7 @@ class DeviceBatch(NamedTuple):
     returns_hidden: bool
     pictures: StepPictures | None = None
     hidden: mx.array | None = None
+    back: mx.array | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -92,12 +95,10 @@ class Attention(Protocol):
     """Attention of packed queries over the paged store.
 
     overlaps: whether a step may be submitted while the previous one runs.
-    moves_decodes: whether `earlier` works.
     """
 
     name: str
     overlaps: bool
-    moves_decodes: bool
     store: PagedStore
 
     def new_state(self) -> list[mx.array]:
@@ -105,10 +106,6 @@ class Attention(Protocol):
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         """Plan a step, pad its rows to num_rows, and copy its arrays to the device."""
-
-    def earlier(self, step: DeviceBatch, by: mx.array) -> DeviceBatch:
-        """A step of decodes, each `by` (B,) int32 positions earlier.  Only the device knows `by`,
-        so the host plans for the latest positions."""
 
     def begin(self, step: DeviceBatch, state: list[mx.array]) -> StepAttention:
         """Bind a step to the previous step's state."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import DeviceBatch, StepPictures
+from vllm_metal_lite.attention.base import Attention, DeviceBatch, StepPictures
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.batch.pictures import NO_FEATURE, PictureRows
@@ -79,14 +79,32 @@ def upload_tables(tables: np.ndarray, num_rows: int, width: int) -> mx.array:
 
 
 def last_slots(tables: mx.array, seq_lens: mx.array, block_size: int) -> mx.array:
-    """The slot of each sequence's last token, (n,) int32; PAD_SLOT for an empty one.
+    """The slot of each sequence's last token, (S,) int32; PAD_SLOT for an empty one.
 
-    tables: (num_rows, W) block tables.  seq_lens: (n,) int32, 0 beyond num_rows.
+    tables: (S, W) block tables.  seq_lens: (S or more,) int32.
     """
+    seq_lens = seq_lens[: len(tables)]
     last = mx.maximum(seq_lens - 1, 0)
-    blocks = mx.take_along_axis(tables, (last[: len(tables)] // block_size)[:, None], axis=1)
-    blocks = mx.pad(blocks.squeeze(1), (0, len(seq_lens) - len(tables)))
+    blocks = mx.take_along_axis(tables, (last // block_size)[:, None], axis=1).squeeze(1)
     return mx.where(seq_lens > 0, blocks * block_size + last % block_size, PAD_SLOT)
+
+
+def resized(rows: mx.array, size: int, value: int = 0) -> mx.array:
+    """Cut (n,), or pad it with `value`, to (size,)."""
+    return mx.pad(rows[:size], (0, max(size - len(rows), 0)), constant_values=value)
+
+
+def planned_earlier(attention: Attention, step: DeviceBatch) -> DeviceBatch:
+    """The step at the positions that its `back` says, planned anew: the host waits for `back`."""
+    if step.back is None:
+        return step
+    batch, back = step.batch, np.array(step.back)[: step.batch.num_tokens]
+    rotary = None if batch.rotary_positions is None else batch.rotary_positions - back
+    at, lens = batch.positions - back, batch.seq_lens - back
+    batch = replace(batch, positions=at, seq_lens=lens, rotary_positions=rotary)
+    plan = attention.prepare(batch, step.num_rows)
+    moved = {"positions": plan.positions, "slot_mapping": plan.slot_mapping, "plan": plan.plan}
+    return step._replace(batch=batch, back=None, **moved)
 
 
 def make_step(

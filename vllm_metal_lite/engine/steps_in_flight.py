@@ -91,8 +91,8 @@ class StepsInFlight:
     def draft_ahead(self) -> None:
         """Let the drafter continue the step in flight, if the next step will want its drafts.  The
         device drafts before the host knows which tokens the drafts follow."""
-        (step,), drafter = self.pipeline.steps, self.pipeline.runner.drafter
-        if self.speculator is None or drafter is None or not drafter.drafts_ahead:
+        (step,), runner = self.pipeline.steps, self.pipeline.runner
+        if self.speculator is None or runner.drafter is None or not runner.attention.overlaps:
             return
         result, cu = step.result, step.result.batch.cu_sampled
         found = [(r, i) for i, r in enumerate(step.scheduled.terminal) if r in self.seats.req_index]

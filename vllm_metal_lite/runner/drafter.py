@@ -112,11 +112,6 @@ class Drafter:
         """Whether the drafter has followed the last step."""
         return self._last is not None
 
-    @property
-    def drafts_ahead(self) -> bool:
-        """Whether drafts may follow tokens that only the device has."""
-        return self.can_draft and self._attention.moves_decodes
-
     def forget(self) -> None:
         """Drop the last step: its lazy arrays would keep the store's arrays alive."""
         self._last = None
@@ -149,29 +144,26 @@ class Drafter:
         """Submit drafts of B requests; returns (the drafts, the attention's next state)."""
         assert self._last is not None, "drafts continue a step"
         (seats, num_drafts, rows, rejected, pack, choose), last = wanted, self._last
-        packed_rows = last.batch.logits_indices[rows]
-        starts = last.batch.positions[packed_rows] + 2 - self.takes_hidden
-        at, packed = mx.array(rows), mx.array(packed_rows)
-        if rejected is not None:
-            at, packed = at - rejected, packed - rejected
-        token_ids, logits, hidden = last.sampled[at], last.logits[at], last.hidden[packed]
+        packed = last.batch.logits_indices[rows]
+        newest = last.batch.positions[packed] + 1 - self.takes_hidden
+        back = mx.zeros(len(rows), mx.int32) if rejected is None else rejected
+        at, hidden = mx.array(rows) - back, last.hidden[mx.array(packed) - back]
+        token_ids, logits = last.sampled[at], last.logits[at]
         drafts: list[mx.array] = []
+        if num_drafts > 1 or not self.takes_hidden:
+            # Planned once, for the last draft.
+            decodes = pack(newest + num_drafts - 1)
+            step = self._attention.prepare(decodes, self._padded(len(rows)))
+            step = step._replace(logits_indices=None, returns_hidden=True, pictures=None)
         for depth in range(num_drafts):
             if depth or not self.takes_hidden:
-                decodes = pack(starts - 1 + depth)
-                step = self._attention.prepare(decodes, self._padded(len(rows)))
-                if rejected is not None:
-                    step = self._attention.earlier(step, rejected)
-                rest = step.num_rows - len(rows)
+                padding = (0, step.num_rows - len(rows))
                 step = step._replace(
-                    token_ids=mx.pad(token_ids, (0, rest)),
-                    logits_indices=None,
-                    returns_hidden=True,
-                    pictures=None,
+                    token_ids=mx.pad(token_ids, padding),
+                    back=mx.pad(back + (num_drafts - 1 - depth), padding),
                 )
                 if self.takes_hidden:
-                    padded = mx.pad(hidden, [(0, rest), (0, 0), (0, 0)])
-                    step = step._replace(hidden=padded)
+                    step = step._replace(hidden=mx.pad(hidden, [padding, (0, 0), (0, 0)]))
                 logits, [hidden], state = self._run(step, state)
                 logits, hidden = logits[: len(rows)], hidden[: len(rows)]
             drafts.append(token_ids := choose(logits, drafts))

@@ -221,6 +221,8 @@ class ModelRunner:
             self._drafts, self._state = draft(wanted, self._state)
         except Exception as e:
             self.sampler.state = before
+            if self._last is not None:
+                self._last.wait()  # a failure of the step is not the drafter's
             if not self._fall_back(e, lambda: draft(wanted, self._state)):
                 why = f"{type(e).__name__}: {one_line(e)}"
                 log = logger.exception if is_our_fault(e) else logger.warning

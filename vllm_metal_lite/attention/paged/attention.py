@@ -11,7 +11,7 @@ from collections.abc import Collection
 import numpy as np
 
 from vllm_metal_lite.attention.base import DeviceBatch
-from vllm_metal_lite.attention.paged.decodes import DecodePlanner, reads_new_rows
+from vllm_metal_lite.attention.paged.decodes import DecodePlanner, Decodes, reads_new_rows
 from vllm_metal_lite.attention.paged.step import (
     KernelStepAttention,
     PagedPlan,
@@ -24,13 +24,15 @@ from vllm_metal_lite.attention.step_arrays import (
     last_slots,
     make_step,
     pad_rows,
+    planned_earlier,
     prompts_of,
+    resized,
     rotary_positions,
     upload_padded,
     upload_tables,
 )
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.launch import MIN_ELEMENTS, power_of_two
 from vllm_metal_lite.kernels.merge_partitions import num_splits
@@ -75,7 +77,6 @@ class KernelAttention:
         self._plan_decodes: DecodePlanner | None = None
         if self._unused.isdisjoint(("paged_decode", "latent_attention")):
             self._plan_decodes = DecodePlanner(store, self.shares, merges, self._reads_once)
-        self.moves_decodes = self._plan_decodes is not None
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same attention over another store of the same layers."""
@@ -107,25 +108,31 @@ class KernelAttention:
                 num_logits = power_of_two(len(batch.logits_indices))
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
 
-    def earlier(self, step: DeviceBatch, by: mx.array) -> DeviceBatch:
-        """See Attention.  The rows share no prefix: an earlier row may be shorter than theirs."""
-        plan: PagedPlan = step.plan
-        decodes = plan.decodes
-        assert decodes is not None, "a step of decodes"
-        num_rows, size = step.num_rows, len(decodes.seq_lens)
-        by = mx.pad(by, (0, size - len(by)))
-        seq_lens = decodes.seq_lens - by
-        slots = (last_slots(t, seq_lens, self.store.block_size) for t in decodes.block_tables)
-        decodes = decodes._replace(seq_lens=seq_lens, prefix=None)
-        return step._replace(
-            positions=step.positions - by[:num_rows],
-            slot_mapping=tuple(slots),
-            plan=plan._replace(decodes=decodes, positions=plan.positions - by),
-        )
-
     def begin(self, step: DeviceBatch, state: list[mx.array]) -> KernelStepAttention:
         (ticket,) = state
+        step = step if step.back is None else self._earlier(step, step.back)
         return KernelStepAttention(self.store, step, ticket, self._unused, self.shares)
+
+    def _earlier(self, step: DeviceBatch, back: mx.array) -> DeviceBatch:
+        """The step at the positions that `back` says."""
+        plan: PagedPlan = step.plan
+        rows = plan.decodes or plan.prompts
+        if not isinstance(rows, Decodes | VarlenPrompts):
+            return planned_earlier(self, step)
+        seq_lens = rows.seq_lens - resized(back, len(rows.seq_lens))
+        rows = rows._replace(seq_lens=seq_lens)
+        slots = (last_slots(table, seq_lens, self.store.block_size) for table in rows.block_tables)
+        if isinstance(rows, VarlenPrompts):
+            plan = plan._replace(prompts=rows)
+        else:  # a prefix that all share may be longer than an earlier row
+            plan = plan._replace(decodes=rows._replace(prefix=None))
+        positions = plan.positions - resized(back, len(plan.positions))
+        return step._replace(
+            positions=step.positions - back,
+            slot_mapping=tuple(resized(s, len(step.slot_mapping[0]), PAD_SLOT) for s in slots),
+            plan=plan._replace(positions=positions),
+            back=None,
+        )
 
     def _plan_prompts(
         self, batch: ForwardBatch, first: int, num_rows: int

@@ -10,7 +10,7 @@ from functools import partial
 from vllm_metal_lite.attention.base import AttentionCall, DeviceBatch
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.sdpa.execute import execute_calls
-from vllm_metal_lite.attention.step_arrays import make_step
+from vllm_metal_lite.attention.step_arrays import make_step, planned_earlier
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
@@ -25,7 +25,7 @@ class ReferenceAttention:
     """
 
     name = "reference"
-    overlaps = moves_decodes = False
+    overlaps = False
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
@@ -36,11 +36,8 @@ class ReferenceAttention:
     def prepare(self, batch: ForwardBatch, num_rows: int) -> DeviceBatch:
         return make_step(batch, num_rows, SdpaPlan(batch, num_rows))
 
-    def earlier(self, step: DeviceBatch, by: mx.array) -> DeviceBatch:
-        raise NotImplementedError("the plan of a step needs its positions")
-
     def begin(self, step: DeviceBatch, state: list[mx.array]) -> "ReferenceStepAttention":
-        return ReferenceStepAttention(self.store, step)
+        return ReferenceStepAttention(self.store, planned_earlier(self, step))
 
 
 class ReferenceStepAttention:
