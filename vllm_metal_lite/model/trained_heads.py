@@ -3,8 +3,13 @@
 mlx-lm leaves their weights out.  They are in the model's folder, or in a folder of their own.  The
 tensors decide, because config.json often names a head that a conversion has dropped.
 
-A head is read as a model of one layer, of the model's own class.  Its embedding is a
-`HeadEmbedding`, and the model's LM head makes its logits.
+A head is read as a small model of the model's own class, which has the head's layers alone.  Its
+embedding is a `HeadEmbedding`, and the model's LM head makes its logits.
+
+The names and the order of operations are those of vLLM (vllm/model_executor/models): qwen3_5_mtp,
+qwen3_next_mtp, deepseek_mtp, glm4_moe_mtp, glm4_moe_lite_mtp, bailing_moe_mtp, bailing_moe_v3_mtp,
+mimo_mtp, mimo_v2_mtp, exaone_moe_mtp, nemotron_h_mtp, ernie_mtp.  Ernie's norms are those of its
+training instead (PaddleFormers, ernie4_5_moe/modeling.py), because vLLM leaves the last one out.
 """
 
 import re
@@ -18,67 +23,112 @@ from mlx_lm.utils import _get_classes, infer_quant_config
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.files.folder import Weights
 from vllm_metal_lite.model.packed import body_of
-from vllm_metal_lite.model.seam.head_embedding import HeadEmbedding, ModelsHead
+from vllm_metal_lite.model.seam.head_embedding import HeadEmbedding, ModelsLayer
 
 
 class _Family(NamedTuple):
     """How models name the tensors of their heads.
 
     start: a regular expression for the start of a name; {n} is the number of layers.
-    names: pairs (regular expression for the rest, its name in the body of the model of one layer);
-    the first match counts.  An empty name leaves the tensor out.
-    changes: the fields of config.json that make the model of one layer.
-    hidden_first: see HeadEmbedding.  minus_one: files store the weights of norms minus one, unless
-    an MLX conversion has added the one.
+    joined: regular expressions for the parts of HeadEmbedding: norm_embedding, norm_hidden, fc.
+    names: pairs (regular expression for the rest of a name, its replacement in the body of the
+    head's model); the first match counts.  An empty replacement leaves the tensor out.
+    changes: the fields of config.json that differ in the head's model, or functions of the
+    configuration that compute them.
+    embedding: the name of the embedding in the body.  hidden_first: see HeadEmbedding.
+    minus_one: files store the weights of norms minus one, unless an MLX conversion has added the
+    one.  before_norm: the head reads hidden states from before the model's final norm, and this
+    norm is its own last one.
     """
 
     start: str
+    joined: tuple[str, str, str]
     names: tuple[tuple[str, str], ...]
     changes: dict[str, Any]
+    embedding: str = "embed_tokens"
     hidden_first: bool = False
     minus_one: bool = False
+    before_norm: bool = False
 
-
-def _names(embedding: str, hidden: str, fc: str, *others: tuple[str, str]) -> tuple:
-    joined = {embedding: "norm_embedding", hidden: "norm_hidden", fc: "fc"}
-    return (*((rf"{old}\.", f"embed_tokens.{new}.") for old, new in joined.items()), *others)
+    def renamed(self, name: str) -> str:
+        """The name in the body of the head's model; name: a tensor's, without its start."""
+        parts = zip(self.joined, ("norm_embedding", "norm_hidden", "fc"), strict=True)
+        joined = ((rf"{old}\.", f"{self.embedding}.{new}.") for old, new in parts)
+        for old, new in (*joined, *self.names):
+            if (match := re.match(old, name)) is not None:
+                return new and new + name[match.end() :]
+        return name
 
 
 _LAYER = ("", "layers.0.")
 _QWEN = _Family(
     r"(language_model\.|model\.)*mtp\.",
-    _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
+    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
+    (),
     {"full_attention_interval": 1, "mlp_only_layers": []},
     minus_one=True,
 )
+_EXAONE = _QWEN._replace(
+    changes={
+        "is_moe_layer": [False],
+        "layer_types": lambda text: (text.get("mtp_layer_types") or text["layer_types"])[:1],
+    },
+    minus_one=False,
+)
 _DEEPSEEK = _Family(
     r"(language_model\.)?model\.layers\.{n}\.",
-    _names(
-        "enorm",
-        "hnorm",
-        "eh_proj",
-        (r"shared_head\.norm\.", "norm."),
+    ("enorm", "hnorm", "eh_proj"),
+    (
+        (r"(shared_head\.norm|final_layernorm)\.", "norm."),
         (r"shared_head\.head\.|embed_tokens\.|.*rotary_emb\.", ""),
         _LAYER,
     ),
     {"first_k_dense_replace": 0},
 )
+_BAILING = _DEEPSEEK._replace(
+    changes={"first_k_dense_replace": 0, "layer_group_size": 1}, embedding="word_embeddings"
+)
 _MIMO = _Family(
     r"model\.mtp_layers\.0\.",
-    _names(
-        "token_layernorm",
-        "hidden_layernorm",
-        "input_proj",
-        (r"final_layernorm\.", "norm."),
-        _LAYER,
-    ),
+    ("token_layernorm", "hidden_layernorm", "input_proj"),
+    ((r"final_layernorm\.", "norm."), _LAYER),
     {},
     hidden_first=True,
 )
+_MIMO_V2 = _Family(
+    r"model\.mtp\.layers\.0\.",  # the other two of its heads are left out, as in vLLM
+    _DEEPSEEK.joined,
+    (
+        (r"final_layernorm\.", "norm."),
+        (r"pre_mlp_layernorm\.", "layers.0.post_attention_layernorm."),
+        _LAYER,
+    ),
+    {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},
+)
+_NEMOTRON = _Family(
+    r"(language_model\.)?mtp\.",
+    (r"layers\.0\.enorm", r"layers\.0\.hnorm", r"layers\.0\.eh_proj"),
+    ((r"layers\.1\.final_layernorm\.", "norm_f."),),
+    {"hybrid_override_pattern": ["*", "E"]},
+    embedding="embeddings",
+)
+_ERNIE = _Family(
+    r"model\.mtp_",
+    (r"emb_norm\.0", r"hidden_norm\.0", r"linear_proj\.0"),
+    ((r"block\.0\.", "layers.0."),),
+    {"moe_layer_start_index": 1},
+    before_norm=True,
+)
 _FAMILIES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _QWEN),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32"), _DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _DEEPSEEK),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_v3"), _BAILING),
+    "ernie4_5_moe": _ERNIE,
+    "exaone_moe": _EXAONE,
     "mimo": _MIMO,
+    "mimo_v2_flash": _MIMO_V2,
+    "nemotron_h": _NEMOTRON,
 }
 
 
@@ -87,23 +137,32 @@ def new_head(model: nn.Module, config: dict[str, Any]) -> nn.Module | None:
 
     config: the model's config.json, as mlx-lm completes it.
     """
-    family, body = _FAMILIES.get(str(config.get("model_type"))), body_of(model)
+    family, body = _FAMILIES.get(str(config.get("model_type"))), cast(Any, body_of(model))
     if family is None or body is None:
         return None
     text = config.get("text_config") or config
-    one_layer = {"num_hidden_layers": 1, **family.changes}
-    changed = {**config, **one_layer}
+    changes = {k: v(text) if callable(v) else v for k, v in family.changes.items()}
+    changes["num_hidden_layers"] = 1
+    changed = {**config, **changes}
     if "text_config" in config:
-        changed["text_config"] = {**text, **one_layer}
+        changed["text_config"] = {**text, **changes}
     model_class, args_class = _get_classes(changed)
     head = model_class(args_class.from_dict(changed))
     own: Any = body_of(head)
-    if hasattr(own, "ssm_idx"):
-        own.ssm_idx = None  # no layer is recurrent
-    size, eps = own.norm.weight.size, own.norm.eps
-    own.embed_tokens = HeadEmbedding(body.embed_tokens, size, eps, family.hidden_first)
+    # A body makes a mask from the cache of a layer of each kind, and a head lacks these kinds.
+    # `cache[slice(0)]` is empty, so mlx-lm makes no mask.
+    for index in {"ssm_idx", "ga_idx"} & set(vars(own)):
+        setattr(own, index, slice(0))
+    norm = next(part for part in own.children().values() if isinstance(part, nn.RMSNorm))
+    size, eps = norm.weight.size, norm.eps
+    final_norm = body.norm if family.before_norm else None
+    embedding = getattr(body, family.embedding)
+    joined = HeadEmbedding(embedding, size, eps, family.hidden_first, final_norm)
+    setattr(own, family.embedding, joined)
+    if final_norm is not None:
+        own.norm = ModelsLayer(final_norm)
     if "lm_head" in (above := _above(head)):
-        above.lm_head = ModelsHead(_above(model).lm_head)
+        above.lm_head = ModelsLayer(_above(model).lm_head)
     return head
 
 
@@ -144,17 +203,10 @@ def _weights_of(folder: Path, family: _Family, num_layers: int) -> tuple[Weights
                 found[name[match.end() :]] = weight
                 adds_one = family.minus_one and metadata.get("format") != "mlx"
     # In a folder of its own, a converted head's names may lack their start.
-    if not found and any(re.match(family.names[0][0], name) for name in bare):
+    if not found and any(re.match(family.joined[0], name) for name in bare):
         found = bare
-    named = ((_renamed(name, family), weight) for name, weight in found.items())
+    named = ((family.renamed(name), weight) for name, weight in found.items())
     return {name: weight for name, weight in named if name}, adds_one
-
-
-def _renamed(name: str, family: _Family) -> str:
-    for old, new in family.names:
-        if (match := re.match(old, name)) is not None:
-            return new and new + name[match.end() :]
-    return name
 
 
 def _above(model: nn.Module) -> Any:
