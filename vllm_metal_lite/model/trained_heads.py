@@ -3,13 +3,14 @@
 mlx-lm leaves their weights out.  They are in the model's folder, or in a folder of their own.  The
 tensors decide, because config.json often names a head that a conversion has dropped.
 
-A head is read as a small model of the model's own class, which has the head's layers alone.  Its
+A head is read as a small model of the model's own class, with the head's layers only.  Its
 embedding is a `HeadEmbedding`, and the model's LM head makes its logits.
 
-The names and the order of operations are those of vLLM (vllm/model_executor/models): qwen3_5_mtp,
-qwen3_next_mtp, deepseek_mtp, glm4_moe_mtp, glm4_moe_lite_mtp, bailing_moe_mtp, bailing_moe_v3_mtp,
-mimo_mtp, mimo_v2_mtp, exaone_moe_mtp, nemotron_h_mtp, ernie_mtp.  Ernie's norms are those of its
-training instead (PaddleFormers, ernie4_5_moe/modeling.py), because vLLM leaves the last one out.
+vLLM's files *_mtp.py (vllm/model_executor/models) have the names and the order of operations:
+qwen3_5, qwen3_next, deepseek, glm4_moe, glm4_moe_lite, bailing_moe, bailing_moe_v3, mimo, mimo_v2,
+exaone_moe, nemotron_h and ernie.  Two things differ here.  Ernie's norms follow its training
+(PaddleFormers, ernie4_5_moe/modeling.py), because vLLM leaves the last one out.  In some families
+vLLM replaces the embedding of a request's first row by zeros; this code does not.
 """
 
 import re
@@ -31,14 +32,15 @@ class _Family(NamedTuple):
 
     start: a regular expression for the start of a name; {n} is the number of layers.
     joined: regular expressions for the parts of HeadEmbedding: norm_embedding, norm_hidden, fc.
-    names: pairs (regular expression for the rest of a name, its replacement in the body of the
-    head's model); the first match counts.  An empty replacement leaves the tensor out.
-    changes: the fields of config.json that differ in the head's model, or functions of the
-    configuration that compute them.
+    names: pairs (regular expression for the rest of a name, what replaces the match); the first
+    match counts, and an empty replacement leaves the tensor out.  The result is a name in the body
+    of the head's model.
+    changes: the fields of config.json that differ in the head's model: values, or functions of the
+    model's configuration.
     embedding: the name of the embedding in the body.  hidden_first: see HeadEmbedding.
     minus_one: files store the weights of norms minus one, unless an MLX conversion has added the
-    one.  before_norm: the head reads hidden states from before the model's final norm, and this
-    norm is its own last one.
+    one.  before_norm: the head reads hidden states from before the model's final norm, and uses
+    this norm as its own last one.
     """
 
     start: str
@@ -51,7 +53,7 @@ class _Family(NamedTuple):
     before_norm: bool = False
 
     def renamed(self, name: str) -> str:
-        """The name in the body of the head's model; name: a tensor's, without its start."""
+        """A tensor's name in the body of the head's model.  name: in the file, after its start."""
         parts = zip(self.joined, ("norm_embedding", "norm_hidden", "fc"), strict=True)
         joined = ((rf"{old}\.", f"{self.embedding}.{new}.") for old, new in parts)
         for old, new in (*joined, *self.names):
@@ -149,20 +151,19 @@ def new_head(model: nn.Module, config: dict[str, Any]) -> nn.Module | None:
     model_class, args_class = _get_classes(changed)
     head = model_class(args_class.from_dict(changed))
     own: Any = body_of(head)
-    # A body makes a mask from the cache of a layer of each kind, and a head lacks these kinds.
-    # `cache[slice(0)]` is empty, so mlx-lm makes no mask.
+    # mlx-lm makes a mask for each kind of layer from the cache of one.  For kinds that the head
+    # lacks it makes none, because `cache[slice(0)]` is empty.
     for index in {"ssm_idx", "ga_idx"} & set(vars(own)):
         setattr(own, index, slice(0))
     norm = next(part for part in own.children().values() if isinstance(part, nn.RMSNorm))
-    size, eps = norm.weight.size, norm.eps
     final_norm = body.norm if family.before_norm else None
-    embedding = getattr(body, family.embedding)
-    joined = HeadEmbedding(embedding, size, eps, family.hidden_first, final_norm)
-    setattr(own, family.embedding, joined)
     if final_norm is not None:
         own.norm = ModelsLayer(final_norm)
-    if "lm_head" in (above := _above(head)):
-        above.lm_head = ModelsLayer(_above(model).lm_head)
+    embedding, size = getattr(body, family.embedding), norm.weight.size
+    inputs = HeadEmbedding(embedding, size, norm.eps, family.hidden_first, final_norm)
+    setattr(own, family.embedding, inputs)
+    if "lm_head" in (parent := _parent_of_body(head)):
+        parent.lm_head = ModelsLayer(_parent_of_body(model).lm_head)
     return head
 
 
@@ -181,7 +182,7 @@ def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Modu
     body = body_of(head)
     (path,) = (path for path, module in head.named_modules() if module is body)
     named = {f"{path}.{name}": weight for name, weight in weights.items()}
-    # `sanitize` gets no norms, because it adds one to the norms of some models only.
+    # Norms bypass `sanitize`: for some models it adds one to them, and it does not know heads.
     norms = {n: w + 1 if adds_one else w for n, w in named.items() if w.ndim == 1 and "norm" in n}
     rest = {n: w for n, w in named.items() if n not in norms}
     loaded = {**norms, **(head.sanitize(rest) if hasattr(head, "sanitize") else rest)}
@@ -191,26 +192,28 @@ def read_head(folder: Path, model: nn.Module, config: dict[str, Any]) -> nn.Modu
 
 
 def _weights_of(folder: Path, family: _Family, num_layers: int) -> tuple[Weights, bool]:
-    """Returns the tensors of a head, by their names in the body of the model of one layer, and
-    whether one must be added to its norms."""
+    """Returns the tensors of a head, by their names in the body of its model, and whether one must
+    be added to its norms.
+
+    num_layers: the model's.
+    """
     start = re.compile(family.start.replace("{n}", str(num_layers)))
-    bare, found, adds_one = Weights(), Weights(), False
+    everything, found, adds_one = Weights(), Weights(), False
     for file in sorted(folder.glob("*.safetensors")):
         arrays, metadata = cast(Any, mx.load(str(file), return_metadata=True))
         for name, weight in arrays.items():
-            bare[name] = weight
+            everything[name] = weight
             if (match := start.match(name)) is not None:
                 found[name[match.end() :]] = weight
                 adds_one = family.minus_one and metadata.get("format") != "mlx"
     # In a folder of its own, a converted head's names may lack their start.
-    if not found and any(re.match(family.joined[0], name) for name in bare):
-        found = bare
+    if not found and any(re.match(family.joined[0], name) for name in everything):
+        found = everything
     named = ((family.renamed(name), weight) for name, weight in found.items())
     return {name: weight for name, weight in named if name}, adds_one
 
 
-def _above(model: nn.Module) -> Any:
-    """The module that holds the body."""
+def _parent_of_body(model: nn.Module) -> Any:
     body = body_of(model)
     return next(m for m in model.modules() if any(part is body for part in m.children().values()))
 

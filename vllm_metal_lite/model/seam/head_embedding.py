@@ -1,7 +1,8 @@
-"""The input and the output of a trained head, which continues from hidden states.
+"""What a trained head shares with its model: the hidden states, the embedding and the LM head.
 
 A head drafts the token after the next one (multi-token prediction, DeepSeek-V3, section 2.2).  For
 each row of the model's step, the head reads the next token and the model's hidden state of the row.
+For further drafts, it reads its own drafts and its own hidden states.
 """
 
 import mlx.nn as nn
@@ -12,8 +13,9 @@ from vllm_metal_lite.backend import mx
 class HeadEmbedding(nn.Module):
     """tokens (N, 1) -> fc([norm(embedding), norm(hidden state)]), (N, 1, hidden_size).
 
-    embedding: the model's own.  hidden_first: the hidden state comes before the embedding.
-    final_norm: the model's final norm, if the head was trained on hidden states from before it.
+    embedding: the model's own.  hidden_first: fc reads the hidden state before the embedding.
+    final_norm: the model's final norm, if the head was trained on hidden states from before it;
+    else None.
     """
 
     def __init__(
