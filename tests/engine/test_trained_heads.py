@@ -147,7 +147,7 @@ def test_a_draft_model_may_have_other_padding_tokens(vocab_size, tmp_path):
     assert max(t for _, drafts in engine.in_flight.speculator.made for t in drafts) < VOCAB
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "deepseek_v32/top8", "nemotron_h"])
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_preemption_failures_and_prefixes(name, seed, folders):
     """The tokens stay with a pool that is too small, with equal beginnings, and with lost steps."""

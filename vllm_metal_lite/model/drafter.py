@@ -62,6 +62,7 @@ def _problem(model: LoadedModel, drafter: LoadedModel) -> str | None:
     packed = drafter.packed
     if packed.layout.states:
         return "it keeps recurrent states"
+    # A head's one layer may run by segment; a whole model would be too slow to gain.
     if packed.mode is not Mode.PACKED and not packed.takes_hidden:
         return packed.reason
     if body_of(packed.model) is None:
