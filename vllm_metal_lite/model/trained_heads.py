@@ -8,9 +8,10 @@ embedding is a `HeadEmbedding`, and the model's LM head makes its logits.
 
 vLLM's files *_mtp.py (vllm/model_executor/models) have the names and the order of operations:
 qwen3_5, qwen3_next, deepseek, glm4_moe, glm4_moe_lite, bailing_moe, bailing_moe_v3, mimo, mimo_v2,
-exaone_moe, nemotron_h and ernie.  Two things differ here.  Ernie's norms follow its training
-(PaddleFormers, ernie4_5_moe/modeling.py), because vLLM leaves the last one out.  In some families
-vLLM replaces the embedding of a request's first row by zeros; this code does not.
+exaone_moe, nemotron_h and ernie.  Two things differ here.  Ernie's layer and norms follow its
+training (PaddleFormers, ernie4_5_moe/modeling.py); vLLM leaves the last norm out, and rotates as
+Llama does.  In some families vLLM replaces the embedding of a request's first row by zeros; this
+code does not.
 """
 
 import re

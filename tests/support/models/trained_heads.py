@@ -79,7 +79,7 @@ NEMOTRON = Names(
     embedding="embeddings",
     norm="norm_f",
 )
-# vLLM's ernie_mtp.py; the norms as in the forward of PaddleFormers, ernie4_5_moe/modeling.py.
+# Names as in vLLM's ernie_mtp.py, the forward as in PaddleFormers, ernie4_5_moe/modeling.py.
 ERNIE = Names(
     "model.mtp_",
     ("emb_norm.0", "hidden_norm.0", "linear_proj.0"),
