@@ -10,17 +10,13 @@ from metal.host import installed
 from tests.images.test_forward import requests
 from tests.support.images import seeing
 from tests.support.models import tiny_models as tiny
-from tests.support.models.configs import VOCAB, config_of
+from tests.support.models.configs import VOCAB
 from tests.support.models.trained_heads import NAMES, Head, write_head
-from vllm_metal_lite import LLM
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import MAX_MODEL_DRAFTS, EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.model.drafter import attach, with_drafter
+from vllm_metal_lite.model.drafter import attach
 from vllm_metal_lite.model.loader import from_model, load
-from vllm_metal_lite.model.packed import body_of
 from vllm_metal_lite.model.trained_heads import new_head
 from vllm_metal_lite.prefix_disk import reader
 from vllm_metal_lite.prefix_disk.folder import Folder
@@ -153,7 +149,7 @@ def test_a_draft_model_may_have_other_padding_tokens(vocab_size, tmp_path):
     assert max(t for _, drafts in engine.in_flight.speculator.made for t in drafts) < VOCAB
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "deepseek_v32/top8", "nemotron_h"])
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_preemption_failures_and_prefixes(name, seed, folders):
     """The tokens stay with a pool that is too small, with equal beginnings, and with lost steps."""
@@ -186,7 +182,9 @@ def test_aborts_preemption_failures_and_prefixes(name, seed, folders):
     assert again.metrics()["prefix_cache_hit_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "glm4_moe_lite", "mimo", "mimo_v2_flash", "nemotron_h"]
+)
 def test_kernels_draft_as_the_reference(name, folders):
     model = load(str(folders(name)))
     prompts, params = tiny.prompts(2, 5, 20, seed=2), tiny.greedy(8, ignore_eos=True)
@@ -210,107 +208,6 @@ def test_drafts_beside_a_request_that_fills_the_context(name, folders, caplog):
     for prompt, found, length in zip(prompts, answers, lengths, strict=True):
         assert found == tiny.all_alone(name, [prompt], length)[0]
     assert not caplog.records
-
-
-# Files
-
-
-def is_like(found, expected, tolerance=1e-6):
-    return mx.allclose(found, expected, atol=tolerance).item()
-
-
-@pytest.mark.parametrize("how", ["as published", "bare", "quantised"])
-def test_other_files_of_the_same_head(how, tmp_path):
-    path, head = tiny.write_folder(tmp_path / "model", "qwen3_5"), Head("qwen3_5")
-    own, name = tmp_path / "head", None
-    if how == "as published":
-        write_head(path, head, is_mlx=False, minus_one=True)
-    else:
-        own.mkdir()
-        (own / "config.json").write_text('{"model_type": "qwen3_5_mtp"}')
-        weights = {n.removeprefix("mtp."): w for n, w in head.weights.items()}
-        weights = quantised(weights) if how == "quantised" else weights
-        mx.save_safetensors(str(own / "model.safetensors"), weights, {"format": "mlx"})
-        name = str(own)
-    drafter = with_drafter(load(str(path)), name).drafter
-    body = body_of(drafter.packed.model)
-    tolerance = 0.02 if how == "quantised" else 1e-6
-    assert is_like(body.embed_tokens.fc.weight, head.fc, tolerance)
-    assert is_like(body.embed_tokens.norm_hidden.weight, head.norms[1])
-    attention, expected = body.layers[0].self_attn, head.body.layers[0].self_attn
-    assert is_like(attention.q_norm.weight, expected.q_norm.weight)
-    assert is_like(body.norm.weight, head.body.norm.weight)
-
-
-def quantised(weights):
-    found = {}
-    for name, weight in weights.items():
-        if weight.ndim == 2:
-            stem, parts = name.removesuffix("weight"), ("weight", "scales", "biases")
-            arrays = mx.quantize(weight, group_size=32, bits=8)
-            found |= {f"{stem}{part}": a for part, a in zip(parts, arrays, strict=True)}
-        else:
-            found[name] = weight
-    return found
-
-
-def test_a_head_that_is_asked_for_must_be_there(tmp_path):
-    path, options = str(tiny.write_folder(tmp_path, "qwen3_5")), {"max_model_len": 100}
-    with pytest.raises(ModelLoadError, match="no trained head in its folder"):
-        LLM(path, num_blocks=16, speculative_config={"method": "mtp"}, **options)
-
-
-def test_a_model_without_a_head_drafts_by_lookup_alone(tmp_path):
-    path = str(tiny.write_folder(tmp_path, "qwen3_5"))
-    tiny.edit(tmp_path / "config.json", mtp_num_hidden_layers=1)  # the tensors decide
-    assert LLMEngine(load(path), EngineConfig(**OPTIONS)).model.drafter is None
-
-
-def write_half_a_head(own):
-    head = Head("qwen3_5")
-    del head.weights["mtp.fc.weight"]
-    own.mkdir()
-    write_head(own, head)
-    (own / "config.json").write_text('{"model_type": "qwen3_5_mtp"}')
-
-
-def write_other_tokens(own):
-    tiny.write_folder(own, "llama")
-    text = (own / "tokenizer.json").read_text()
-    (own / "tokenizer.json").write_text(text.replace('"~"', '"~~"'))
-
-
-def test_half_a_head_in_the_models_folder_is_left_out(tmp_path, caplog):
-    path, head = tiny.write_folder(tmp_path, "qwen3_5"), Head("qwen3_5")
-    del head.weights["mtp.fc.weight"]
-    write_head(path, head)
-    with caplog.at_level("WARNING", "vllm_metal_lite"):
-        assert LLMEngine(load(str(path)), EngineConfig(**OPTIONS)).model.drafter is None
-    assert "Missing 1 parameters" in caplog.text
-    assert "drafts are looked up alone" in caplog.text
-
-
-def test_a_configuration_may_leave_out_what_mlx_lm_assumes(tmp_path):
-    path = write_head(tiny.write_folder(tmp_path, "qwen3_5"), Head("qwen3_5"))
-    text = {k: v for k, v in config_of("qwen3_5")["text_config"].items() if k != "rms_norm_eps"}
-    tiny.edit(path / "config.json", rms_norm_eps=..., text_config=text)  # 1e-6 in mlx-lm, too
-    assert with_drafter(load(str(path)), None).drafter is not None
-
-
-@pytest.mark.parametrize(
-    ("target", "write", "problem"),
-    [
-        ("llama", lambda own: tiny.write_folder(own, "qwen3_5"), "it keeps recurrent states"),
-        ("llama", write_other_tokens, "its tokenizer has other tokens"),
-        ("qwen3_5", write_half_a_head, "Missing 1 parameters"),
-    ],
-    ids=["recurrent", "other tokens", "half a head"],
-)
-def test_what_cannot_draft_is_refused_by_name(target, write, problem, tmp_path):
-    write(own := tmp_path / "draft")
-    model = load(str(tiny.write_folder(tmp_path / "model", target)))
-    with pytest.raises(ModelLoadError, match=problem):
-        with_drafter(model, str(own))
 
 
 def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):

@@ -39,7 +39,7 @@ class LLM:
             options |= speculative_options(how)
         self.engine = LLMEngine.from_name(model, EngineConfig(**options))
         if how and how.get("method") == "mtp" and self.engine.model.drafter is None:
-            raise ModelLoadError(f"{model}: there is no trained head in its folder")
+            raise ModelLoadError(f"{model}: no trained head in its folder that could be read")
         self._ids = itertools.count()
 
     def generate(

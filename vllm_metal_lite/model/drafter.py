@@ -60,8 +60,11 @@ def attach(model: LoadedModel, drafter: LoadedModel) -> LoadedModel:
 def _problem(model: LoadedModel, drafter: LoadedModel) -> str | None:
     """Why one model cannot draft for the other; None if it can."""
     packed = drafter.packed
-    if packed.mode is not Mode.PACKED or packed.layout.states:
-        return packed.reason or "it keeps recurrent states"
+    if packed.layout.states:
+        return "it keeps recurrent states"
+    # A head's one layer may run by segment; a whole model would be too slow to gain.
+    if packed.mode is not Mode.PACKED and not packed.takes_hidden:
+        return packed.reason
     if body_of(packed.model) is None:
         return "its hidden states cannot be read"
     if packed.takes_hidden:
