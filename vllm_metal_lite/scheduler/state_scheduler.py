@@ -132,15 +132,15 @@ class StateScheduler:
     def accept(self, segment: Segment, end: int, output: SchedulerOutput) -> int:
         """Continue from the latest state within the accepted drafts, which end at `end`, and name
         the state at the last end of a block.  Returns the position of the former."""
-        state = segment.state
+        request, state = segment.request, segment.state
         assert state is not None, "a segment of a model with states"
-        if end < segment.end:
-            end = self.states.go_back(segment.request, end)
-        at = end - end % self.kv.block_size
-        if at > segment.known_end and self.kv.enable_caching:
-            slot = dict([*state.checkpoints, (segment.end, state.final)])[at]
-            self._name(segment.request, Checkpoint(at, slot), output)
-        return end
+        left = dict([*state.checkpoints, (segment.end, state.final)])
+        latest = max(position for position in left if position <= end)
+        self.states.continue_from(request, left[latest])
+        block_end = latest - latest % self.kv.block_size
+        if block_end > segment.known_end and self.kv.enable_caching:
+            self._name(request, Checkpoint(block_end, left[block_end]), output)
+        return latest
 
     # Followers (following.py)
 
