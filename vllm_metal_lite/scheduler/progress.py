@@ -33,11 +33,12 @@ class Progress:
         config: EngineConfig,
         groups: Sequence[KVGroup],
         num_state_slots: int,
+        max_draft_states: int,
     ) -> None:
         states = StateSlots(num_state_slots, config.max_num_seqs) if num_state_slots else None
         caching = config.enable_prefix_caching
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
-        self._states = None if states is None else StateScheduler(self.kv, states)
+        self._states = None if states is None else StateScheduler(self.kv, states, max_draft_states)
         self.drafts = DraftScheduler(self.kv, self._states)
         self.suspects: dict[Request, int] = {}
         self.counts = TokenCounts()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
-from vllm_metal_lite.config import MAX_MODEL_DRAFTS
 from vllm_metal_lite.scheduler.checkpoints import Checkpoint, inner_starts, likely_starts
 from vllm_metal_lite.scheduler.following import Following
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, PrefixHit
@@ -30,10 +29,13 @@ class _Running:
 
 
 class StateScheduler:
-    """The states of all running requests."""
+    """The states of all running requests.
 
-    def __init__(self, kv: KVCacheManager, states: StateSlots) -> None:
-        self.kv, self.states = kv, states
+    max_draft_states: before how many drafts a segment leaves a state.
+    """
+
+    def __init__(self, kv: KVCacheManager, states: StateSlots, max_draft_states: int) -> None:
+        self.kv, self.states, self.max_draft_states = kv, states, max_draft_states
         self._running: dict[Request, _Running] = {}
         self._following = Following(kv)
 
@@ -117,16 +119,16 @@ class StateScheduler:
         num_sharing: the segments that share the slots, this one included.
         """
         share = -(-self.states.num_available // num_sharing)
-        count, end = min(num_drafts, MAX_MODEL_DRAFTS, share), segment.end
+        count, end = min(num_drafts, self.max_draft_states, share), segment.end
         if not count:
             return 0
         segment.state = self.states.lengthen(segment.request, range(end, end + count))
         return min(num_drafts, self.most_drafts(end, count))
 
-    def most_drafts(self, start: int, num_states: int = MAX_MODEL_DRAFTS) -> int:
-        """The most drafts from position `start` on if only the first num_states leave states: one
-        more would pass the end of a block without a state."""
-        last = start + num_states - 1
+    def most_drafts(self, start: int, num_states: int | None = None) -> int:
+        """The most drafts from position `start` on if only the first num_states (None: as many as
+        may) leave states: one more would pass the end of a block without a state."""
+        last = start + (num_states or self.max_draft_states) - 1
         return last - last % self.kv.block_size + self.kv.block_size - start
 
     def accept(self, segment: Segment, end: int, output: SchedulerOutput) -> int:
