@@ -96,8 +96,7 @@ class Progress:
                 terminal.append(request)
             if request.status is running:
                 request.num_computed_tokens = end
-                if not segment.draft_token_ids:  # these may be computed again, from the start
-                    self.kv.give_back(request, end)  # with short windows, most of its blocks
+                self.kv.give_back(request, end)  # with short windows, most of its blocks
                 continues = is_terminal and request.num_tokens + 1 < request.max_length
                 if continues and self.chunked.discard(request):
                     self.decodes.add(request)

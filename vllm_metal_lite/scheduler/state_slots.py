@@ -6,7 +6,8 @@ a prefix of whole blocks, with the name of the prefix's last block.  A checkpoin
 a request whose state becomes a checkpoint writes its next state to another slot; nothing is copied.
 
 Every empty seat has a slot in reserve, so no request ever waits for a slot.  Checkpoints get the
-other slots.  If none is left, a request overwrites the checkpoint in its own slot.
+other slots.  If none is left, a request overwrites the checkpoint in its own slot.  Drafts take
+slots of both kinds for a step, those of empty seats and those of checkpoints.
 
 What a step releases stays owned until the next step: within a step, no slot that one segment writes
 may be read or written by another.
