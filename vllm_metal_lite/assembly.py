@@ -14,11 +14,12 @@ from typing import NamedTuple
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import no_kernels, select
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import MAX_MODEL_DRAFTS, EngineConfig
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.kernels.registry import Verdict
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.packed import Mode
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.pictures import NoEyes
 from vllm_metal_lite.runner.runner import ModelRunner
@@ -57,6 +58,8 @@ def assemble(model: LoadedModel, config: EngineConfig) -> Parts:
         groups,
         max_model_len,
         num_state_slots=num_state_slots,
+        # A module that sees sequences is called, and reads its weights, once for each state.
+        max_draft_states=MAX_MODEL_DRAFTS if model.packed.mode is Mode.PACKED else 1,
         # The disk needs the scheduler, which asks the disk only when it admits a request.
         must_wait=lambda request, hit: prefix_disk.must_wait(request, hit),
         limit=limit,

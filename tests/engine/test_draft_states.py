@@ -4,6 +4,7 @@ no token, and the next turn starts within the answer."""
 import pytest
 
 from tests.engine.test_trained_heads import ByModel
+from tests.support.engine.guesses import Guesses
 from tests.support.engine.pool_accounts import check_accounts
 from tests.support.models import tiny_models as tiny
 from tests.support.models.trained_heads import Head, write_head
@@ -22,10 +23,8 @@ def model(tmp_path_factory):
 
 
 class Rigged(ByModel):
-    """The head drafts in every step; answers' tokens replace a share of the drafts, `right`.
-
-    A head of random weights is nearly always wrong.
-    """
+    """The head's drafts in every step.  A share, `right`, become the answers' tokens: a head of
+    random weights is nearly always wrong."""
 
     def __init__(self, engine, answers, right):
         super().__init__(engine)
@@ -58,6 +57,18 @@ def drafting(model, answers, right, **options):
 
     engine.on_step = look
     return engine, segments
+
+
+@pytest.mark.parametrize(("name", "most"), [("qwen3_5", 6), ("rwkv7", 1)])
+def test_modules_that_see_sequences_leave_one_state_before_drafts(name, most):
+    """They read their weights once for each."""
+    (prompt,), found = tiny.prompts(1, 5, 5, seed=4), set()
+    answer = tiny.alone(tiny.native(name), prompt, 40)
+    engine = tiny.engine(name, speculate="auto")
+    engine.in_flight.speculator = Guesses(engine, {"0": answer})
+    engine.on_step = lambda out: found.update(len(s.state.checkpoints) for s in out.segments)
+    assert tiny.answers(engine, [prompt], tiny.greedy(40, ignore_eos=True)) == [answer]
+    assert max(found) == most
 
 
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])

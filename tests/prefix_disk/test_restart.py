@@ -18,6 +18,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from metal.host import installed
+from tests.support.engine.guesses import Guesses
 from tests.support.engine.pool_accounts import check_accounts, check_slots
 from tests.support.models import tiny_models as tiny
 from vllm_metal_lite import envs
@@ -290,6 +291,27 @@ def test_many_requests_and_restarts_over_few_blocks(name, seed):
         restored += engine.metrics()["prefix_disk_restored_tokens"]
         assert engine.metrics()["prefix_disk_errors"] == 0
     assert restored > 0 or seed == MEASURED
+
+
+def test_a_prefix_is_restored_beside_a_request_whose_drafts_take_all_state_slots():
+    """Between steps they have the slots no more."""
+    name, size = "qwen3_next", tiny.load("qwen3_next").state_bytes
+    how = {"max_num_seqs": 2, "state_cache_gib": 2.5 * size / 2**30, "speculate": "auto"}
+    again, expected = restarted(name, **how)
+    answer = tiny.alone(tiny.native(name), OTHER[:9], 60)
+    again.in_flight.speculator = guesses = Guesses(again, {"drafts": answer}, right=1.0)
+    guesses.wants = lambda decodes: True
+    guesses.random.randint = lambda low, high: 7
+    again.add_request("drafts", OTHER[:9], tiny.greedy(60, ignore_eos=True))
+    again.step()
+    again.step()
+    assert again.scheduler.kv.states.num_available == 0
+    again.add_request("waits", LONG, GREEDY)
+    done = tiny.run(again)
+    rest(again)
+    assert done["drafts"].outputs[0].token_ids == answer
+    assert tiny.tokens_of([done["waits"]]) == expected[:1]
+    assert done["waits"].num_restored_tokens == 56
 
 
 def test_with_too_few_blocks_nothing_is_restored():

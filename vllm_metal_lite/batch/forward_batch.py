@@ -26,8 +26,8 @@ class SegmentState:
     """The slots of a segment's recurrent state.
 
     initial: the slot that is read at the start, or EMPTY_SLOT.  final: the slot that is written at
-    the end.  checkpoints: (position, slot) pairs; `slot` takes the state after the request's first
-    `position` tokens.
+    the end.  checkpoints: (position, slot) pairs; `slot`, which may be `initial`, takes the state
+    after the request's first `position` tokens.
     """
 
     initial: int

@@ -85,6 +85,7 @@ class Parts:
         """
         pools, spare = self._pools, [*spare_blocks]
         if self.kv.states is not None:
+            self.kv.states.begin_step()  # no step is in flight
             spare.append(self.kv.states.num_spare)
         places = {part: at for part in parts if (at := self.place_of(part)) is not None}
         owned = {part for part, at in places.items() if pools[part.group].is_owned(at)}

@@ -33,11 +33,12 @@ class Progress:
         config: EngineConfig,
         groups: Sequence[KVGroup],
         num_state_slots: int,
+        max_draft_states: int,
     ) -> None:
         states = StateSlots(num_state_slots, config.max_num_seqs) if num_state_slots else None
         caching = config.enable_prefix_caching
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
-        self._states = None if states is None else StateScheduler(self.kv, states)
+        self._states = None if states is None else StateScheduler(self.kv, states, max_draft_states)
         self.drafts = DraftScheduler(self.kv, self._states)
         self.suspects: dict[Request, int] = {}
         self.counts = TokenCounts()
@@ -95,8 +96,7 @@ class Progress:
                 terminal.append(request)
             if request.status is running:
                 request.num_computed_tokens = end
-                if not segment.draft_token_ids:  # these may be computed again, from the start
-                    self.kv.give_back(request, end)  # with short windows, most of its blocks
+                self.kv.give_back(request, end)  # with short windows, most of its blocks
                 continues = is_terminal and request.num_tokens + 1 < request.max_length
                 if continues and self.chunked.discard(request):
                     self.decodes.add(request)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import MAX_MODEL_DRAFTS, EngineConfig
 from vllm_metal_lite.scheduler.chunk_sizes import ChunkSizes
 from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
@@ -33,8 +33,8 @@ class Scheduler(Progress):
     """Chooses what the next step computes.
 
     groups: the store's KV groups.  max_model_len: longest context, in tokens.  num_state_slots: of
-    recurrent states; 0 if the model keeps none.  must_wait: whether a request waits until its
-    prefix is read from the disk.  limit: keeps steps short.
+    recurrent states; 0 if the model keeps none.  max_draft_states: see StateScheduler.  must_wait:
+    whether a request waits until its prefix is read from the disk.  limit: keeps steps short.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class Scheduler(Progress):
         groups: Sequence[KVGroup],
         max_model_len: int,
         num_state_slots: int = 0,
+        max_draft_states: int = MAX_MODEL_DRAFTS,
         must_wait: Callable[[Request, PrefixHit], bool] = lambda request, hit: False,
         limit: StepLimit | None = None,
     ) -> None:
-        super().__init__(config, groups, num_state_slots)
+        super().__init__(config, groups, num_state_slots, max_draft_states)
         self.config = config
         self.max_model_len = max_model_len
         self.must_wait, self.limit = must_wait, limit

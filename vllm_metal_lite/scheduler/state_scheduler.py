@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.batch.forward_batch import SegmentState
-from vllm_metal_lite.config import MAX_MODEL_DRAFTS
 from vllm_metal_lite.scheduler.checkpoints import Checkpoint, inner_starts, likely_starts
 from vllm_metal_lite.scheduler.following import Following
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, PrefixHit
@@ -30,10 +29,13 @@ class _Running:
 
 
 class StateScheduler:
-    """The states of all running requests."""
+    """The states of all running requests.
 
-    def __init__(self, kv: KVCacheManager, states: StateSlots) -> None:
-        self.kv, self.states = kv, states
+    max_draft_states: before how many drafts a segment leaves a state.
+    """
+
+    def __init__(self, kv: KVCacheManager, states: StateSlots, max_draft_states: int) -> None:
+        self.kv, self.states, self.max_draft_states = kv, states, max_draft_states
         self._running: dict[Request, _Running] = {}
         self._following = Following(kv)
 
@@ -117,30 +119,30 @@ class StateScheduler:
         num_sharing: the segments that share the slots, this one included.
         """
         share = -(-self.states.num_available // num_sharing)
-        count, end = min(num_drafts, MAX_MODEL_DRAFTS, share), segment.end
+        count, end = min(num_drafts, self.max_draft_states, share), segment.end
         if not count:
             return 0
         segment.state = self.states.lengthen(segment.request, range(end, end + count))
         return min(num_drafts, self.most_drafts(end, count))
 
-    def most_drafts(self, start: int, num_states: int = MAX_MODEL_DRAFTS) -> int:
-        """The most drafts from position `start` on if only the first num_states leave states: one
-        more would pass the end of a block without a state."""
-        last = start + num_states - 1
+    def most_drafts(self, start: int, num_states: int | None = None) -> int:
+        """The most drafts from position `start` on if only the first num_states (None: as many as
+        may) leave states: one more would pass the end of a block without a state."""
+        last = start + (num_states or self.max_draft_states) - 1
         return last - last % self.kv.block_size + self.kv.block_size - start
 
     def accept(self, segment: Segment, end: int, output: SchedulerOutput) -> int:
         """Continue from the latest state within the accepted drafts, which end at `end`, and name
         the state at the last end of a block.  Returns the position of the former."""
-        state = segment.state
+        request, state = segment.request, segment.state
         assert state is not None, "a segment of a model with states"
-        if end < segment.end:
-            end = self.states.go_back(segment.request, end)
-        at = end - end % self.kv.block_size
-        if at > segment.known_end and self.kv.enable_caching:
-            slot = dict([*state.checkpoints, (segment.end, state.final)])[at]
-            self._name(segment.request, Checkpoint(at, slot), output)
-        return end
+        left = dict([*state.checkpoints, (segment.end, state.final)])
+        latest = max(position for position in left if position <= end)
+        self.states.continue_from(request, left[latest])
+        block_end = latest - latest % self.kv.block_size
+        if block_end > segment.known_end and self.kv.enable_caching:
+            self._name(request, Checkpoint(block_end, left[block_end]), output)
+        return latest
 
     # Followers (following.py)
 

@@ -6,7 +6,8 @@ a prefix of whole blocks, with the name of the prefix's last block.  A checkpoin
 a request whose state becomes a checkpoint writes its next state to another slot; nothing is copied.
 
 Every empty seat has a slot in reserve, so no request ever waits for a slot.  Checkpoints get the
-other slots.  If none is left, a request overwrites the checkpoint in its own slot.
+other slots.  If none is left, a request overwrites the checkpoint in its own slot.  Drafts take
+slots of both kinds for a step, those of empty seats and those of checkpoints.
 
 What a step releases stays owned until the next step: within a step, no slot that one segment writes
 may be read or written by another.
@@ -103,15 +104,13 @@ class StateSlots(BlockPool):
         self.running[request] = state = SegmentState(state.initial, final, states)
         return state
 
-    def go_back(self, request: Request, position: int) -> int:
-        """Continue from the latest state at or before `position` that the last step left in front
-        of a draft; returns the position of this state."""
-        state = self.running[request]
-        at, slot = max(left for left in state.checkpoints if left[0] <= position)
-        self._held.remove(slot)
-        self._held.append(state.final)
-        self.running[request] = SegmentState(slot, slot)
-        return at
+    def continue_from(self, request: Request, slot: int) -> None:
+        """Make a state that the last segment left the request's own."""
+        own = self.running[request].final
+        if slot != own:
+            self._held.remove(slot)
+            self._held.append(own)
+            self.running[request] = SegmentState(slot, slot)
 
     def reserve(self) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""
