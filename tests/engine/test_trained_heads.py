@@ -33,7 +33,7 @@ class ByModel(Speculator):
     def __init__(self, engine, share=1.0):
         super().__init__(engine.in_flight.seats.tokens_of, self._noted, 3)
         self.made, self.random, self.share = [], Random(0), share
-        self._engine, self._own = engine, engine.in_flight._draft
+        self._engine, self._own = engine, engine.in_flight.model_drafts
 
     def _noted(self, wanted):
         drafts, flying = self._own(wanted), self._engine.in_flight

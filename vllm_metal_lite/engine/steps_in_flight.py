@@ -4,24 +4,20 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-
 from vllm_metal_lite.assembly import Parts
-from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
+from vllm_metal_lite.engine.model_drafts import ModelDrafts
 from vllm_metal_lite.engine.seats import Seats
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.drafter import Wanted
 from vllm_metal_lite.runner.pictures import with_pictures
 from vllm_metal_lite.runner.pipeline import Pipeline, StepInFlight
 from vllm_metal_lite.runner.pooling_table import PoolingTable
 from vllm_metal_lite.runner.runner import StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
-from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
@@ -53,15 +49,15 @@ class StepsInFlight:
         self.seats = Seats(self.inputs, runner.sampler, model.eos_token_ids)
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
+        self.model_drafts = ModelDrafts(
+            runner, self.inputs, self.seats, self.constraints, self._eyes
+        )
         # Each rank measures its own times, so ranks would choose different drafts.
         self.speculator = None
         if config.speculate != "off" and model.ranks.size == 1:
-            draft = None if runner.drafter is None else self._draft
+            draft = None if runner.drafter is None else self.model_drafts
             most = config.num_speculative_tokens
             self.speculator = Speculator(self.seats.tokens_of, draft, most)
-        self._last_rows: dict[Request, int] = {}  # the last step's sampled row of each request
-        # The drafts by the drafter for the next step; None: it has made none yet.
-        self._made: dict[Request, list[int]] | None = None
         self._scheduler, self._answers = scheduler, answers
         self._last_end: float | None = None  # when the last step ended, while there is work
 
@@ -80,6 +76,8 @@ class StepsInFlight:
         assert self.speculator is not None, "without a speculator, no step has drafts"
         self.seats.take_blocks([segment for segment, _ in segments])
         wanted = [(segment.request, most) for segment, most in segments]
+        if self.pipeline.runner.drafter is None:  # perhaps since drafting has failed
+            self.speculator.max_model_drafts = 0
         drafts = self.speculator.propose(wanted)
         if not any(drafts):
             return drafts
@@ -89,87 +87,13 @@ class StepsInFlight:
         ]
 
     def draft_ahead(self) -> None:
-        """Let the drafter continue the step in flight, if the next step will want its drafts.  The
-        device drafts before the host knows which tokens the drafts follow."""
+        """Draft behind the step in flight, if the next step will want drafts by the drafter."""
         (step,), runner = self.pipeline.steps, self.pipeline.runner
         if self.speculator is None or runner.drafter is None or not runner.attention.overlaps:
             return
-        result, cu = step.result, step.result.batch.cu_sampled
-        found = [(r, i) for i, r in enumerate(step.scheduled.terminal) if r in self.seats.req_index]
-        requests, which = [r for r, _ in found], np.array([i for _, i in found], np.int32)
-        count = self.speculator.num_ahead(requests)
-        if not count or self._must_know(requests):
-            return
-        rows, drawn, rejected = cu[which + 1] - 1, None, None
-        if result.rejected is not None:  # the sampler does not count the tokens of such a step yet
-            drawn, rejected = np.diff(cu)[which], result.rejected[mx.array(which)]
-        self._make_drafts(requests, rows, count, drawn, rejected)
-
-    def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
-        """Drafts by the model's drafter, of requests that the last step sampled."""
-        if self._made is None:
-            requests = [request for request, _ in wanted if request in self._last_rows]
-            rows = np.array([self._last_rows[request] for request in requests], np.int32)
-            self._make_drafts(requests, rows, max(most for _, most in wanted))
-        made = self._made or {}
-        return [made.get(request, [])[: max(most, 0)] for request, most in wanted]
-
-    def _must_know(self, requests: Sequence[Request]) -> bool:
-        """Whether each draft depends on the tokens before it.  Otherwise they stay on the device,
-        which gets the next step without a pause."""
-        seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
-        constrained = any(request in self.constraints for request in requests)
-        return constrained or self.pipeline.runner.sampler.reads_drafts(seats)
-
-    def _make_drafts(
-        self,
-        requests: Sequence[Request],
-        rows: np.ndarray,
-        count: int,
-        drawn: np.ndarray | None = None,
-        rejected: mx.array | None = None,
-    ) -> None:
-        """Make `count` drafts of B requests, without those whose blocks have no room.
-
-        rows, rejected: see `Wanted`.  drawn: (B,) the tokens, at most, that the sampler does not
-        count yet, because the step in flight draws them; None: none.
-        """
-        assert self.speculator is not None, "a speculator asks for these drafts"
-        runner, inputs = self.pipeline.runner, self.inputs
-        if runner.drafter is None:  # drafting has failed
-            self.speculator.max_model_drafts = 0
-            return
-        if not runner.drafter.can_draft or not requests:
-            return
-        seats = np.array([self.seats.req_index[request] for request in requests], np.int32)
-        depth = np.zeros(len(seats), np.int32) if drawn is None else drawn.astype(np.int32)
-        known = inputs.num_tokens[seats] + np.maximum(depth - 1, 0)
-        room = np.minimum(inputs.num_blocks[seats] * inputs.block_size, inputs.token_ids.shape[1])
-        fits = np.flatnonzero(room - known + 1 + runner.drafter.takes_hidden >= count)
-        if not len(fits):
-            return
-        requests, seats, depth = [requests[i] for i in fits.tolist()], seats[fits], depth[fits]
-        rejected = None if rejected is None else rejected[mx.array(fits)]
-        must_know = self._must_know(requests)
-
-        def pack(positions: np.ndarray) -> ForwardBatch:
-            batch = inputs.pack(seats, positions, np.ones(len(seats), np.int64))
-            return with_pictures(batch, [request.pictures for request in requests], self._eyes)
-
-        def choose(logits: mx.array, drafts: list[mx.array]) -> mx.array:
-            known, masks = np.zeros((len(seats), 0), np.int32), None
-            if must_know:
-                if drafts:
-                    known = np.stack([np.array(tokens) for tokens in drafts], axis=1)
-                masks = self.constraints.masks_behind(requests, known)
-            before = Drafts(depth + np.int32(len(drafts)), known, rejected)
-            return runner.sampler(logits, seats, masks, before).token_ids
-
-        tokens = runner.draft(Wanted(seats, count, rows[fits], rejected, pack, choose))
-        self._made = {}
-        if tokens is not None:
-            made = np.array(tokens) if must_know else np.full(tokens.shape, UNKNOWN_DRAFT, np.int32)
-            self._made = dict(zip(requests, made.tolist(), strict=True))
+        requests = [r for r in step.scheduled.terminal if r in self.seats.req_index]
+        if num_drafts := self.speculator.num_ahead(requests):
+            self.model_drafts.behind(step, requests, num_drafts)
 
     def wants_drafts(self) -> bool:
         """Whether the next step should have drafts, which need all known tokens."""
@@ -192,7 +116,7 @@ class StepsInFlight:
             answer.report_cached(self._prefix_disk.restored_tokens(request))
         self._choose_to_follow(output)
         batch = self.seats.pack(output)
-        self._made = None
+        self.model_drafts.step_begins()
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         batch = with_pictures(batch, [s.request.pictures for s in output.segments], self._eyes)
         scored = 0
@@ -245,9 +169,7 @@ class StepsInFlight:
         if output.has_drafts:
             for request, rows in zip(output.terminal, live, strict=True):
                 drawn[request] = [tokens[row] for row in rows if row not in result.no_token]
-        if self.pipeline.runner.drafter is not None:
-            last = zip(output.terminal, live, strict=True)
-            self._last_rows = {request: rows.stop - 1 for request, rows in last}
+        self.model_drafts.step_ended(step)
         accepted = {request: known[1:] for request, known in drawn.items()}
         firsts = (UNKNOWN_TOKEN if r.start in result.no_token else tokens[r.start] for r in live)
         self._scheduler.update(output, list(firsts), accepted)
@@ -300,6 +222,6 @@ class StepsInFlight:
         for output in outputs:
             for segment in output.segments:
                 self.seats.remove(segment.request)
-        self._last_rows, self._made = {}, None
+        self.model_drafts.forget()
         self._scheduler.rollback(*outputs)
         self.constraints.rollback()
