@@ -19,7 +19,7 @@ from vllm_metal_lite.speculation.lookup import look_up
 _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so the least of several times counts.
 _MIN_KNOWN = 6
-_FORGET = 256  # steps between two calls of `Pace._forget`
+_DRIFT = 0.001  # how much a time counts less for each step since it was measured
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 _TRIES = 0.1
 PLAIN = -1  # no drafts
@@ -41,7 +41,7 @@ class Pace:
     def __init__(self) -> None:
         self.tries = _TRIES
         self._times: dict[tuple[int, int], deque[float]] = {}  # by (num_model_drafts, width)
-        self._known: dict[tuple[int, int], float] = {}  # the least of the times, once known
+        self._last: dict[tuple[int, int], int] = {}  # the number of steps when it was measured
         # The seconds of all steps, and of drafted steps whose width was not known.
         self._seconds = self._tried = 0.0
         self._num_steps = 0
@@ -52,22 +52,8 @@ class Pace:
         self._seconds += seconds
         self._tried += seconds * (num_model_drafts != PLAIN and len(times) < _MIN_KNOWN)
         times.append(seconds)
-        if len(times) >= _MIN_KNOWN:
-            self._known[key] = min(times)
         self._num_steps += 1
-        if self._num_steps % _FORGET == 0:
-            self._forget()
-
-    def _forget(self) -> None:
-        """Forget the oldest time of each drafted width.  After the last one the width is tried
-        again, because a machine may have been busy."""
-        for key, times in self._times.items():
-            if key[0] != PLAIN and times:
-                times.popleft()
-                if times and key in self._known:
-                    self._known[key] = min(times)
-                else:
-                    self._known.pop(key, None)
+        self._last[key] = self._num_steps
 
     def ratio(self, num_decodes: int, num_rows: int, num_model_drafts: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
@@ -75,8 +61,8 @@ class Pace:
         Infinite if plain steps must be measured first, or if a new width must wait because its
         first step compiles.
         """
-        plain = self._known.get((PLAIN, width(num_decodes)))
-        drafted = self._known.get((num_model_drafts, width(num_rows)))
+        plain = self._known(PLAIN, num_decodes)
+        drafted = self._known(num_model_drafts, num_rows)
         if plain and drafted:
             return drafted / plain
         is_new = (num_model_drafts, width(num_rows)) not in self._times
@@ -87,7 +73,18 @@ class Pace:
     @property
     def num_known(self) -> int:
         """How many kinds of steps are known."""
-        return len(self._known)
+        return sum(len(times) >= _MIN_KNOWN for times in self._times.values())
+
+    def _known(self, num_model_drafts: int, num_rows: int) -> float:
+        """The seconds of steps of this width; 0 until they are known.
+
+        The longer no such step came, the fewer seconds are assumed: the machine may have been busy.
+        So what was slow is tried again.
+        """
+        key = num_model_drafts, width(num_rows)
+        if len(times := self._times.get(key, ())) < _MIN_KNOWN:
+            return 0.0
+        return min(times) / (1 + _DRIFT * (self._num_steps - self._last[key]))
 
 
 # These numbers were chosen by hand; docs/speculation.md measures them together.
