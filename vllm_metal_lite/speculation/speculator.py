@@ -104,7 +104,8 @@ _FADE_OF_ALL, _RECOVER_OF_ALL = 0.98, 0.002
 
 
 class _Record:
-    """How many drafts from one source came true, of a request or of all."""
+    """How many drafts from one source were accepted, of a request or of all.  A draft behind a
+    rejected one does not count: nothing is known of it."""
 
     __slots__ = ("accepted", "rejected")
 
