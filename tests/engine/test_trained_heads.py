@@ -33,13 +33,13 @@ class ByModel(Speculator):
     def __init__(self, engine, share=1.0):
         super().__init__(engine.in_flight.seats.tokens_of, self._noted, 3)
         self.made, self.random, self.share = [], Random(0), share
-        self._engine, self._own = engine, engine.in_flight.model_drafts
+        self._engine, self._own = engine, engine.in_flight.model_drafts.draft
 
     def _noted(self, wanted):
         drafts, flying = self._own(wanted), self._engine.in_flight
         if any(drafts):
-            made = flying.pipeline.runner._drafts
-            rows = dict(zip(made.seats.tolist(), np.array(made.token_ids).tolist(), strict=True))
+            seats, made = flying.pipeline.runner._drafts
+            rows = dict(zip(seats.tolist(), np.array(made).tolist(), strict=True))
             for (request, _), draft in zip(wanted, drafts, strict=True):
                 if draft:
                     own = rows[flying.seats.req_index[request]]

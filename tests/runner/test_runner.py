@@ -9,11 +9,9 @@ from tests.support.models import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.attention.step_arrays import make_step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import known_tokens, padded_rows
-from vllm_metal_lite.sampling.sampler import SamplerOutput
 
 
 def step_of(batch, num_rows):
@@ -27,24 +25,35 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     for i in range(4):
         inputs.add([i] * 2, 2)
         inputs.append_blocks(i, [i, i + 4])
-    ones, tokens = np.array([1, 1]), mx.array([13, 10, 12])
-    batch = inputs.pack(np.array([3, 0, 2]), np.zeros(3, int), np.full(3, 2))
-    before = StepResult(batch, SamplerOutput(tokens, None, tokens))
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
-    batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
-    assert known_tokens(step_of(batch, num_rows), before)[:2].tolist() == [10, 13]
-    batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))
-    known = known_tokens(step_of(batch, num_rows), before)
-    assert known[:3].tolist() == [13, 10, 12]
-    assert known.shape == (num_rows,)
     inputs.token_ids[1] = range(20, 36)
     inputs.num_tokens[1] = 9
-    batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
-    known = known_tokens(step_of(batch, num_rows), before)
-    assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
-    batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
-    known = known_tokens(step_of(batch, num_rows), before)
-    assert known[:6].tolist() == [*range(23, 29)]
+    seats, tokens = np.array([3, 0, 2]), mx.array([[13], [10], [12]])
+
+    def known(req_indices, num_computed, num_scheduled):
+        batch = inputs.pack(*map(np.array, (req_indices, num_computed, num_scheduled)))
+        found = known_tokens(step_of(batch, num_rows), UNKNOWN_TOKEN, seats, tokens)
+        assert found.shape == (num_rows,)
+        return found[: batch.num_tokens].tolist()
+
+    assert known([0, 3], [2, 2], [1, 1]) == [10, 13]
+    assert known([3, 0, 2], [2, 2, 2], [1, 1, 1]) == [13, 10, 12]
+    assert known([2, 0, 1], [2, 2, 3], [1, 1, 4]) == [12, 10, 23, 24, 25, 26]
+    assert known([1], [3], [6]) == [*range(23, 29)]
+
+
+def test_unknown_drafts_are_taken_by_seat_and_in_order():
+    """Drafts may be shorter than those on the device, and others may be known."""
+    inputs = InputBatch(4, 16, 8)
+    for i in range(4):
+        inputs.add([i] * 2, 2)
+        inputs.append_blocks(i, [i, i + 4])
+    drafts = [[], [UNKNOWN_DRAFT] * 3, [50], [UNKNOWN_DRAFT] * 2]
+    lengths = [1 + len(draft) for draft in drafts]
+    batch = inputs.pack(np.arange(4), np.ones(4, int), np.array(lengths), drafts=drafts)
+    on_device = mx.array([[30, 31, 32], [10, 11, 12]])
+    found = known_tokens(step_of(batch, 12), UNKNOWN_DRAFT, np.array([3, 1]), on_device)
+    assert found[:10].tolist() == [0, 1, 10, 11, 12, 2, 50, 3, 30, 31]
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

@@ -46,7 +46,7 @@ def test_a_checkpoint_that_a_step_reads_is_not_given_out_in_that_step():
     slots.admit(heir, slots.lookup(b"prefix"))
     assert slots.running[heir].initial == slot != slots.running[heir].final
     slots.admit(donor, None)
-    assert slot not in (slots.running[donor].final, slots.reserve())
+    assert slot not in (slots.running[donor].final, slots.take())
     slots.begin_step()
     check_slots(slots)
 

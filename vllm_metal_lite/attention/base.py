@@ -38,8 +38,8 @@ class DeviceBatch(NamedTuple):
     returns_hidden: whether the forward also returns hidden states.
     pictures: None for a step without rows of pictures.
     hidden: (num_rows, 1, hidden_size), the hidden states that a trained head continues from.
-    back: (num_rows,) int32, for a step of decodes, by how many positions each is earlier than the
-    batch and the plan say.  The device may know this before the host; `begin` applies it.
+    back: (num_rows,) int32, for a step of decodes: how many positions before that of the batch and
+    the plan each row really is.  The device may know this before the host; `begin` moves the rows.
     """
 
     batch: ForwardBatch

@@ -95,7 +95,7 @@ def resized(rows: mx.array, size: int, value: int = 0) -> mx.array:
 
 
 def planned_earlier(attention: Attention, step: DeviceBatch) -> DeviceBatch:
-    """The step at the positions that its `back` says, planned anew: the host waits for `back`."""
+    """The step with each row moved back, planned anew: the host waits for `back`."""
     if step.back is None:
         return step
     batch, back = step.batch, np.array(step.back)[: step.batch.num_tokens]

@@ -27,7 +27,7 @@ class SegmentState:
 
     initial: the slot that is read at the start, or EMPTY_SLOT.  final: the slot that is written at
     the end.  checkpoints: (position, slot) pairs; `slot`, which may be `initial`, takes the state
-    after the request's first `position` tokens.
+    after the request's first `position` tokens, for other requests or for drafts that fail.
     """
 
     initial: int

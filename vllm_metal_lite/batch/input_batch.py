@@ -109,8 +109,8 @@ class InputBatch:
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
         states: the state slots of each segment; None: a request's slot is its seat.
-        drafts: the draft tokens at the end of each segment, after its last known token, where they
-        also stay in the table until known tokens replace them; None: there are none.
+        drafts: the drafts of each segment, behind the request's last known token.  They stay in the
+        table until known tokens replace them.  None: no segment has any.
         """
         cu, segment, positions = _rows(num_computed, num_scheduled)
         seat, seq_lens = req_indices[segment], (num_computed + num_scheduled).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Drafts by the model's drafter: behind a step in flight, or once the step's tokens are known."""
+"""Drafts by the model's drafter: ahead, behind a step in flight, or once its tokens are known."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 
 class ModelDrafts:
-    """Makes the drafts of the next step, at most once a step.
+    """Makes the drafts of the next step, at most once: by `draft_ahead`, or else by `draft`.
 
     runner: has the drafter.
     """
@@ -34,11 +34,13 @@ class ModelDrafts:
     ) -> None:
         self._runner, self._inputs, self._seats = runner, inputs, seats
         self._constraints, self._eyes = constraints, eyes
-        self._rows: dict[Request, int] = {}  # the last row of each request that the next follows
-        self._made: dict[Request, list[int]] | None = None  # None: nothing yet for the next step
+        # The sampled row of each request in the last step whose token is the request's newest.
+        self._rows: dict[Request, int] = {}
+        # The drafts of the next step; UNKNOWN_DRAFT: on the device alone.  None: not made yet.
+        self._made: dict[Request, list[int]] | None = None
 
     def step_begins(self) -> None:
-        """Drop the drafts: a step that took them begins, or it was undone."""
+        """Drop the drafts: the step that begins has taken them, or has none."""
         self._made = None
 
     def step_ended(self, step: StepInFlight[SchedulerOutput]) -> None:
@@ -51,37 +53,37 @@ class ModelDrafts:
         """Forget the last step, which was undone."""
         self._rows, self._made = {}, None
 
-    def behind(
+    def draft_ahead(
         self, step: StepInFlight[SchedulerOutput], requests: Sequence[Request], num_drafts: int
     ) -> None:
-        """Draft behind a step in flight.  The device drafts before the host knows which tokens the
-        drafts follow.
+        """Have the device draft behind a step in flight, before the host knows which tokens the
+        drafts continue.
 
-        requests: some of those that the step samples.  Nothing is done if a draft depends on the
-        tokens before it.
+        requests: some of those that the step samples.  Nothing is done if the host must know the
+        tokens first.
         """
         if self._must_know(requests):
             return
-        cu = step.result.batch.cu_sampled
+        cu, rejected = step.result.batch.cu_sampled, step.result.rejected
         place = {request: i for i, request in enumerate(step.scheduled.terminal)}
         which = np.array([place[request] for request in requests], np.int32)
-        rows, drawn, rejected = cu[which + 1] - 1, None, step.result.rejected
-        if rejected is not None:  # the sampler does not count the tokens of such a step yet
-            drawn, rejected = np.diff(cu)[which], rejected[mx.array(which)]
-        self._make(requests, num_drafts, rows, drawn, rejected)
+        uncounted = np.zeros_like(which)
+        if rejected is not None:  # after a step with drafts, the sampler counts when they are known
+            uncounted, rejected = np.diff(cu)[which], rejected[mx.array(which)]
+        self._make(requests, num_drafts, cu[which + 1] - 1, uncounted, rejected)
 
-    def __call__(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of the next step.  wanted: pairs (request, the most tokens)."""
         if self._made is None:
             requests = [request for request, _ in wanted if request in self._rows]
             rows = np.array([self._rows[request] for request in requests], np.int32)
-            self._make(requests, max(most for _, most in wanted), rows)
+            self._make(requests, max(most for _, most in wanted), rows, np.zeros_like(rows))
         made = self._made or {}
         return [made.get(request, [])[:most] for request, most in wanted]
 
     def _must_know(self, requests: Sequence[Request]) -> bool:
-        """Whether each draft depends on the tokens before it.  Otherwise they stay on the device,
-        which gets the next step without a pause."""
+        """Whether the host must know the tokens before a draft: a grammar or an option reads them.
+        Otherwise drafts stay on the device, which gets the next step without a pause."""
         seats = np.array([self._seats.req_index[request] for request in requests], np.int32)
         constrained = any(request in self._constraints for request in requests)
         return constrained or self._runner.sampler.reads_drafts(seats)
@@ -91,30 +93,30 @@ class ModelDrafts:
         requests: Sequence[Request],
         num_drafts: int,
         rows: np.ndarray,
-        drawn: np.ndarray | None = None,
+        uncounted: np.ndarray,
         rejected: mx.array | None = None,
     ) -> None:
         """Make drafts of B requests, without those whose blocks have no room.
 
-        rows, rejected: see `Wanted`.  drawn: (B,) the tokens, at most, that the sampler does not
-        count yet, because the step in flight draws them; None: none.
+        rows, rejected: see `Wanted`.  uncounted: (B,) int, the tokens before the drafts that the
+        sampler does not count yet, with the rejected ones.
         """
         runner, inputs, drafter = self._runner, self._inputs, self._runner.drafter
         if drafter is None or not drafter.can_draft or not requests:
             return
         seats = np.array([self._seats.req_index[request] for request in requests], np.int32)
-        depth = np.zeros(len(seats), np.int32) if drawn is None else drawn.astype(np.int32)
-        known = inputs.num_tokens[seats] + np.maximum(depth - 1, 0)
+        last = drafter.last_positions(rows, num_drafts)
         room = np.minimum(inputs.num_blocks[seats] * inputs.block_size, inputs.token_ids.shape[1])
-        fits = np.flatnonzero(room - known + 1 + drafter.takes_hidden >= num_drafts)
+        fits = np.flatnonzero(last < room)
         if not len(fits):
             return
-        requests, seats, depth = [requests[i] for i in fits.tolist()], seats[fits], depth[fits]
+        requests, seats, last = [requests[i] for i in fits.tolist()], seats[fits], last[fits]
+        depth = uncounted[fits].astype(np.int32)
         rejected = None if rejected is None else rejected[mx.array(fits)]
         must_know = self._must_know(requests)
 
-        def pack(positions: np.ndarray) -> ForwardBatch:
-            batch = inputs.pack(seats, positions, np.ones(len(seats), np.int64))
+        def pack() -> ForwardBatch:
+            batch = inputs.pack(seats, last, np.ones(len(seats), np.int64))
             return with_pictures(batch, [request.pictures for request in requests], self._eyes)
 
         def choose(logits: mx.array, drafts: list[mx.array]) -> mx.array:

@@ -7,7 +7,6 @@ from functools import partial
 from vllm_metal_lite.assembly import Parts
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.model_drafts import ModelDrafts
@@ -55,7 +54,7 @@ class StepsInFlight:
         # Each rank measures its own times, so ranks would choose different drafts.
         self.speculator = None
         if config.speculate != "off" and model.ranks.size == 1:
-            draft = None if runner.drafter is None else self.model_drafts
+            draft = None if runner.drafter is None else self.model_drafts.draft
             most = config.num_speculative_tokens
             self.speculator = Speculator(self.seats.tokens_of, draft, most)
         self._scheduler, self._answers = scheduler, answers
@@ -79,24 +78,24 @@ class StepsInFlight:
         if self.pipeline.runner.drafter is None:  # perhaps since drafting has failed
             self.speculator.max_model_drafts = 0
         drafts = self.speculator.propose(wanted)
-        if not any(drafts):
+        if not any(drafts):  # forced tokens alone stay a chunk, which need not wait for tokens
             return drafts
         return [
-            self.constraints.continued(request, draft, min(most, MAX_DRAFT))
+            self.constraints.continued(request, draft, most)
             for (request, most), draft in zip(wanted, drafts, strict=True)
         ]
 
     def draft_ahead(self) -> None:
-        """Draft behind the step in flight, if the next step will want drafts by the drafter."""
+        """Have the device draft behind the step in flight, if the next step will want that."""
         (step,), runner = self.pipeline.steps, self.pipeline.runner
         if self.speculator is None or runner.drafter is None or not runner.attention.overlaps:
             return
         requests = [r for r in step.scheduled.terminal if r in self.seats.req_index]
         if num_drafts := self.speculator.num_ahead(requests):
-            self.model_drafts.behind(step, requests, num_drafts)
+            self.model_drafts.draft_ahead(step, requests, num_drafts)
 
     def wants_drafts(self) -> bool:
-        """Whether the next step should have drafts, which need all known tokens."""
+        """Whether the next step should wait for the tokens in flight, to have drafts."""
         if self.speculator is None or not self._scheduler.drafts.has_room:
             return False
         return self.speculator.wants(self._scheduler.decodes)
@@ -135,7 +134,7 @@ class StepsInFlight:
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
-            drafter.follows = not ahead or speculator.num_since_model < _PATIENCE
+            drafter.follows = not ahead or speculator.num_since_drafter < _PATIENCE
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""

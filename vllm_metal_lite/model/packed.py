@@ -125,7 +125,7 @@ class PackedModel:
 
     @property
     def takes_hidden(self) -> bool:
-        """Whether this is a trained head, which takes hidden states."""
+        """Whether this is a trained head, which takes the model's hidden states (HeadEmbedding)."""
         return self._continues is not None
 
     @property

@@ -74,7 +74,7 @@ class SegmentPlan(NamedTuple):
     """A step's segments, as the kernels read them (`pack_segments`).
 
     segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, the tiles of the convolutions.
-    max_seqlen: 1 if no segment has more rows between two states, as with drafts; otherwise 2,
+    max_seqlen: 1 if each row is followed by a state, as in decodes, and with drafts; otherwise 2,
     whatever the length, so that steps repeat.
     """
 

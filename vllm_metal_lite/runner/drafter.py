@@ -1,15 +1,16 @@
 """Runs the drafter of a model: over the rows of each step, then a token at a time.
 
 `follow` runs the drafter over the rows of a step that was just built, in the same slots of its own
-layers.  So its K and V are in the model's blocks, which the scheduler manages.  A trained head
-reads the next token of each row, which the step knows or samples; another model reads the rows'
-own tokens.
+layers.  So its K and V are in the model's blocks, which the scheduler manages.  A draft model reads
+the rows' own tokens.  A trained head takes the model's hidden state of each row (`takes_hidden`),
+and reads the token after the row, which the step knows or samples.  So the head's forward over the
+step has already made the first draft; a draft model needs another row for that.
 
-`draft` continues a request's newest tokens.  The host need not know them: which drafts of the last
-step were right may be known on the device alone.  The drafts' K and V go to the slots where the
-next step puts those tokens, if they come true; else that step overwrites them.  After steps that
-the drafter did not follow, K and V are stale or missing.  No answer changes: the model verifies
-drafts.
+`draft` continues a request's newest token.  The host need not know this token: which drafts of the
+last step were right may be known on the device alone.  The K and V of drafts go to the slots where
+the next step puts these tokens if they are right; otherwise that step overwrites them.  After steps
+that the drafter did not follow, its K and V are stale or missing.  No answer changes, because the
+model verifies every draft.
 """
 
 from collections.abc import Callable
@@ -20,61 +21,37 @@ import numpy as np
 from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.attention.step_arrays import upload_padded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result, State
 from vllm_metal_lite.runner.result import StepResult
-
-# Packs decodes: the position of each request -> a batch of one row for each.
-Pack = Callable[[np.ndarray], ForwardBatch]
-# Chooses a token of each request, (B,) int32: (logits (B, vocab_size), the drafts before).
-Choose = Callable[[mx.array, list[mx.array]], mx.array]
 
 
 class Wanted(NamedTuple):
     """Drafts that B requests want behind the last step.
 
-    seats: (B,) the requests' seats.  num_drafts: the tokens that each wants.
-    rows: (B,) the sampled row of the last step whose token the drafts follow.
-    rejected: (B,) int32, by how many sampled rows the drafts follow an earlier one; None: by none.
+    seats: (B,) int, the requests' seats.  num_drafts: K, the drafts of each.
+    rows: (B,) int, the sampled row of the last step whose token the drafts continue.
+    rejected: (B,) int32, how many sampled rows before this one they continue instead, because the
+    drafts between were wrong; None: none were.
+    pack: makes a batch of one row for each request, at its `Drafter.last_positions`.
+    choose: (logits (B, vocab_size), the drafts before, (B,) each) -> the next drafts, (B,) int32.
     """
 
     seats: np.ndarray
     num_drafts: int
     rows: np.ndarray
     rejected: mx.array | None
-    pack: Pack
-    choose: Choose
-
-
-class UnknownDrafts(NamedTuple):
-    """Drafts that only the device has.  seats: (B,) the requests' seats.  token_ids: (B, K)
-    int32."""
-
-    seats: np.ndarray
-    token_ids: mx.array
-
-    def fill(self, step: DeviceBatch) -> mx.array:
-        """The token_ids (num_rows,) of a step, with these drafts in place of UNKNOWN_DRAFT."""
-        batch = step.batch
-        rows = np.flatnonzero(batch.token_ids == UNKNOWN_DRAFT)
-        if not len(rows):
-            return step.token_ids
-        segments, first, each = np.unique(
-            np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1,
-            return_index=True,
-            return_inverse=True,
-        )
-        place = np.zeros(self.seats.max() + 1, np.int32)
-        place[self.seats] = np.arange(len(self.seats))
-        which = place[batch.req_indices[segments]][each]
-        drafts = self.token_ids[mx.array(which), mx.array(np.arange(len(rows)) - first[each])]
-        return mx.put_along_axis(step.token_ids, mx.array(rows), drafts, axis=0)
+    pack: Callable[[], ForwardBatch]
+    choose: Callable[[mx.array, list[mx.array]], mx.array]
 
 
 class _Followed(NamedTuple):
-    """The drafter's results for a step.  logits: for the sampled rows, in order.  hidden: hidden
-    states (num_rows, 1, hidden_size).  Both are lazy: only drafts make the device compute them."""
+    """The drafter's results for a step with T sampled rows.
+
+    sampled: (T,) int32, the tokens.  logits: (T or more, vocab_size).  hidden: (num_rows, 1,
+    hidden_size).  The last two are lazy: only drafts make the device compute them.
+    """
 
     batch: ForwardBatch
     sampled: mx.array
@@ -109,8 +86,14 @@ class Drafter:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the drafter has followed the last step."""
+        """Whether the drafter has followed the last step, and the step has sampled rows."""
         return self._last is not None
+
+    def last_positions(self, rows: np.ndarray, num_drafts: int) -> np.ndarray:
+        """(B,) int, the last position that `draft` writes for each request; see Wanted."""
+        assert self._last is not None, "drafts continue a step"
+        batch = self._last.batch
+        return batch.positions[batch.logits_indices[rows]] + num_drafts - self.takes_hidden
 
     def forget(self) -> None:
         """Drop the last step: its lazy arrays would keep the store's arrays alive."""
@@ -140,20 +123,17 @@ class Drafter:
             logits = mx.pad(logits, [(0, 0), (0, size - own)], constant_values=-mx.inf)
         return logits[:, :size], hidden, state
 
-    def draft(self, wanted: Wanted, state: State) -> tuple[UnknownDrafts, State]:
-        """Submit drafts of B requests; returns (the drafts, the attention's next state)."""
+    def draft(self, wanted: Wanted, state: State) -> tuple[mx.array, State]:
+        """Submit drafts; returns them, (B, K) int32, and the attention's next state."""
         assert self._last is not None, "drafts continue a step"
-        (seats, num_drafts, rows, rejected, pack, choose), last = wanted, self._last
-        packed = last.batch.logits_indices[rows]
-        newest = last.batch.positions[packed] + 1 - self.takes_hidden
+        (_, num_drafts, rows, rejected, pack, choose), last = wanted, self._last
         back = mx.zeros(len(rows), mx.int32) if rejected is None else rejected
-        at, hidden = mx.array(rows) - back, last.hidden[mx.array(packed) - back]
-        token_ids, logits = last.sampled[at], last.logits[at]
+        at, packed = mx.array(rows) - back, mx.array(last.batch.logits_indices[rows]) - back
+        token_ids, logits, hidden = last.sampled[at], last.logits[at], last.hidden[packed]
         drafts: list[mx.array] = []
         if num_drafts > 1 or not self.takes_hidden:
-            # Planned once, for the last draft.
-            decodes = pack(newest + num_drafts - 1)
-            step = self._attention.prepare(decodes, self._padded(len(rows)))
+            # Planned once, at the last positions: `back` moves each row to its own.
+            step = self._attention.prepare(pack(), self._padded(len(rows)))
             step = step._replace(logits_indices=None, returns_hidden=True, pictures=None)
         for depth in range(num_drafts):
             if depth or not self.takes_hidden:
@@ -167,8 +147,8 @@ class Drafter:
                 logits, [hidden], state = self._run(step, state)
                 logits, hidden = logits[: len(rows)], hidden[: len(rows)]
             drafts.append(token_ids := choose(logits, drafts))
-        made = UnknownDrafts(seats, mx.stack(drafts, axis=1))
-        mx.async_eval(made.token_ids, state)
+        made = mx.stack(drafts, axis=1)
+        mx.async_eval(made, state)
         return made, state
 
 

@@ -16,15 +16,16 @@ from vllm_metal_lite.sampling.sampler import SamplerOutput
 class StepResult:
     """A submitted step; reading a value waits for the step to end.
 
-    output: what the sampler returned; None if the step samples nothing.  token_ids: (T,) int32, one
-    per sampled row.  logprobs, prompt_logprobs: None if nobody asked.  no_token: row ->
-    `no_token.MASKED` or NAN, for rows without a token; their token_ids are 0.  pooled: (Q,
-    hidden_size) float32, the sums of PooledRows; None if the step pools nothing.  written: arrays
-    that exist once the step has written to the store.  arrays: the arrays that `wait` waits for:
-    the values, or `written` if the step has none.  If both are empty, `wait` waits for all
-    submitted work.  done: whether `wait` has returned.  ended_at: when it returned.
-
+    output: what the sampler returned; None if the step samples nothing.
+    token_ids: (T,) int32, one per sampled row.  no_token: row -> `no_token.MASKED` or NAN, for rows
+    without a token; their token_ids are 0.
     rejected: (terminal segments,) int32, see `count_rejected`; None for a step without drafts.
+    logprobs, prompt_logprobs: None if nobody asked.
+    pooled: (Q, hidden_size) float32, the sums of PooledRows; None if the step pools nothing.
+    written: arrays that exist once the step has written to the store.
+    arrays: those that `wait` waits for: the values, or `written` if the step has none.  If both are
+    empty, `wait` waits for all submitted work.
+    done: whether `wait` has returned.  ended_at: when it returned, by `time.monotonic`.
 
     Any thread may read a step that samples or scores.  Only the submitting thread may wait for
     other steps.
@@ -66,7 +67,8 @@ class StepResult:
 
     @cached_property
     def live_rows(self) -> list[range]:
-        """The sampled rows of each terminal segment whose tokens count: all but the rejected."""
+        """The sampled rows of each terminal segment whose tokens belong to the answer: the first
+        one, and those behind accepted drafts."""
         if self.rejected is None:
             return [range(row, row + 1) for row in range(len(self.batch.sample_segments))]
         self.wait()
@@ -102,7 +104,7 @@ class StepResult:
 
 
 def count_rejected(batch: ForwardBatch, token_ids: mx.array, sampled: mx.array) -> mx.array | None:
-    """(terminal segments,) int32, the wrong drafts of each, and the drafts behind a wrong one; None
+    """(terminal segments,) int32, how many drafts of each are wrong, or behind a wrong one; None
     for a step without drafts.
 
     A draft is right if the row before it sampled this very token.  token_ids: (num_rows,), the

@@ -16,14 +16,14 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, DeviceBatch
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT, UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import is_our_fault, one_line
 from vllm_metal_lite.kernels.launch import power_of_two
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.runner import drafter
 from vllm_metal_lite.runner.compiled import CompiledSteps, Result
+from vllm_metal_lite.runner.drafter import Drafter, Wanted
 from vllm_metal_lite.runner.pooling_table import pooled_sums
 from vllm_metal_lite.runner.result import StepResult, count_rejected
 from vllm_metal_lite.runner.step_path import StepPath, is_out_of_memory, kernel_at_fault
@@ -60,8 +60,8 @@ class ModelRunner:
     ) -> None:
         self.model, self.sampler, self.ranks = model, sampler, ranks
         self._drafting = drafting
-        self.drafter: drafter.Drafter | None = None
-        self._drafts: drafter.UnknownDrafts | None = None
+        self.drafter: Drafter | None = None
+        self._drafts: tuple[np.ndarray, mx.array] | None = None  # seats (B,), drafts (B, K)
         self._use(path)
         self.num_compiled_steps = 0
         self._last: StepResult | None = None
@@ -72,8 +72,8 @@ class ModelRunner:
         compiled = CompiledSteps(self.model, path.attention, path.fusion)
         self.path, self.compiled, self._state = path, compiled, state
         if self._drafting is not None:
-            how = path.attention, padded_rows, self.model.layout.vocab_size
-            self.drafter = drafter.Drafter(self._drafting, *how)
+            vocab_size = self.model.layout.vocab_size
+            self.drafter = Drafter(self._drafting, path.attention, padded_rows, vocab_size)
 
     @property
     def attention(self) -> Attention:
@@ -135,8 +135,12 @@ class ModelRunner:
         if self.drafter is not None and self.drafter.takes_hidden:
             step = step._replace(returns_hidden=True)
         if self._drafts is not None and len(batch.draft_token_ids):
-            step = step._replace(token_ids=self._drafts.fill(step))
-        return step if after is None else step._replace(token_ids=known_tokens(step, after))
+            step = step._replace(token_ids=known_tokens(step, UNKNOWN_DRAFT, *self._drafts))
+        if after is not None and UNKNOWN_TOKEN in batch.token_ids:
+            assert after.output is not None, "the step before does not sample an unknown token"
+            seats, sampled = after.batch.sampled_seats, after.output.token_ids[:, None]
+            step = step._replace(token_ids=known_tokens(step, UNKNOWN_TOKEN, seats, sampled))
+        return step
 
     def _launch(
         self,
@@ -208,9 +212,9 @@ class ModelRunner:
         # After the launch: the next step must not continue from a step that never launched.
         self._last, self._state = result, state
 
-    def draft(self, wanted: drafter.Wanted) -> mx.array | None:
-        """Submit drafts behind the last step; returns them, (B, K) int32.  The next step may name
-        them by UNKNOWN_DRAFT.
+    def draft(self, wanted: Wanted) -> mx.array | None:
+        """Submit drafts behind the last step; returns them, (B, K) int32.  The next step may have
+        UNKNOWN_DRAFT in their place.
 
         None: drafting failed, which no request must notice.  A kernel at fault is replaced;
         otherwise the drafter drafts no more.
@@ -218,7 +222,7 @@ class ModelRunner:
         assert self.drafter is not None, "this model has no drafter"
         draft, before = self.drafter.draft, self.sampler.state
         try:
-            self._drafts, self._state = draft(wanted, self._state)
+            token_ids, self._state = draft(wanted, self._state)
         except Exception as e:
             self.sampler.state = before
             if self._last is not None:
@@ -229,7 +233,8 @@ class ModelRunner:
                 log(f"no model drafts tokens from now on, because drafting failed: {why}")
                 self.drafter = self._drafting = None
             return None
-        return self._drafts.token_ids
+        self._drafts = wanted.seats, token_ids
+        return token_ids
 
     def forget(self) -> None:
         """Drop the last step; its result will not be read."""
@@ -242,26 +247,28 @@ class ModelRunner:
             last.wait()
 
 
-def known_tokens(step: DeviceBatch, after: StepResult) -> mx.array:
-    """The token_ids (num_rows,) int32 of a step, without UNKNOWN_TOKEN.
+def known_tokens(
+    step: DeviceBatch, unknown: int, seats: np.ndarray, token_ids: mx.array
+) -> mx.array:
+    """The token_ids (num_rows,) int32 of a step, with tokens that only the device has in place of
+    `unknown`, their value on the host.
 
-    after: the step before, whose sampled tokens take its place.  They are still on the device.
+    seats: (B,) int, all distinct.  token_ids: (B, K) int32; those of a seat go to its rows in
+    order.
     """
-    batch, num_rows = step.batch, step.num_rows
-    unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
-    if not len(unknown):
+    batch = step.batch
+    rows = np.flatnonzero(batch.token_ids == unknown)
+    if not len(rows):
         return step.token_ids
-    assert after.output is not None, "a token is unknown that the step before does not sample"
-    sampled, sampled_seats = after.output.token_ids, after.batch.sampled_seats
-    seats = batch.req_indices[unknown]
-    if len(unknown) == batch.num_tokens and np.array_equal(seats, sampled_seats):
-        padding = num_rows - len(unknown)
-        return mx.pad(sampled, (0, padding)) if padding else sampled
-    place = np.zeros(sampled_seats.max() + 1, np.int32)
-    place[sampled_seats] = np.arange(len(sampled_seats))
-    index = np.arange(num_rows, dtype=np.int32) + len(sampled_seats)
-    index[unknown] = place[seats]
-    return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
+    if len(rows) == batch.num_tokens and np.array_equal(batch.req_indices, seats):
+        newest, padding = token_ids[:, 0], step.num_rows - len(rows)
+        return mx.pad(newest, (0, padding)) if padding else newest
+    segments = np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1
+    nth = np.arange(len(rows)) - np.searchsorted(segments, segments)  # in its segment
+    place = np.zeros(seats.max() + 1, np.int32)
+    place[seats] = np.arange(len(seats))
+    found = token_ids[mx.array(place[batch.req_indices[segments]]), mx.array(nth)]
+    return mx.put_along_axis(step.token_ids, mx.array(rows), found, axis=0)
 
 
 def padded_rows(num_tokens: int) -> int:

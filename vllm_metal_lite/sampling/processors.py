@@ -26,11 +26,12 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Drafts:
-    """The drafts before each row.
+    """The drafts before each of T rows, which the sampler does not count yet.
 
-    depth: (T,) int32, their number.  token_ids: (T, K) int32, padded at the end.
-    rejected: (T,) int32, how many of them are wrong and do not count.  Only the device knows them,
-    so the host assumes none, except for the noise.
+    depth: (T,) int32, their number.  token_ids: (T, K) int32, padded at the end by NO_DRAFT; K may
+    be 0 if no row's options read drafts (`Sampler.reads_drafts`).
+    rejected: (T,) int32, how many of them do not count; None: all count.  Only the device knows
+    this, and chooses the noise by it.  All other options take `depth`.
     """
 
     depth: np.ndarray

@@ -235,7 +235,7 @@ class Sampler:
         if drafts is None or drafts.rejected is None:
             depth = 0 if drafts is None else drafts.depth.astype(np.uint64)
             return mx.array(_noise_keys(self._seeds[req_indices], count + np.uint64(depth)))
-        # The keys of each number of rejected drafts.
+        # The keys for each possible number of rejected drafts; the device takes the right ones.
         fewer = np.arange(int(drafts.depth.max()) + 1)
         counts = count[:, None] + np.maximum(drafts.depth[:, None] - fewer, 0).astype(np.uint64)
         keys = mx.array(_noise_keys(self._seeds[req_indices, None], counts))

@@ -14,6 +14,7 @@ before new drafts.  A draft passes the end of a block only if a state there can 
 from collections.abc import Callable, Sequence
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.config import MAX_DRAFT
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
@@ -80,7 +81,7 @@ class DraftScheduler:
         request = segment.request
         if request.token_ids[-1] == UNKNOWN_TOKEN:
             return 0
-        most = request.max_length - request.num_tokens - 1
+        most = min(MAX_DRAFT, request.max_length - request.num_tokens - 1)
         return most if self._states is None else min(most, self._states.most_drafts(segment.end))
 
     def _add(self, segment: Segment, draft: Sequence[int], limit: int) -> None:
@@ -96,9 +97,9 @@ class DraftScheduler:
         segment.draft_token_ids = draft
 
     def accept(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
-        """Keep the accepted drafts.  accepted: the tokens behind the first sampled one.
+        """Keep the accepted drafts.  accepted: the sampled tokens behind the first one.
 
-        False: the next step must compute the last of them again.
+        False: the next step computes the last of the drafts again, for want of a state.
         """
         request, first = segment.request, segment.known_end
         request.token_ids += accepted

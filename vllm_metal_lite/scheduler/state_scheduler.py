@@ -104,7 +104,7 @@ class StateScheduler:
         out: SchedulerOutput,
     ) -> bool:
         """Make a segment that ends at `end` leave a checkpoint; False without a slot."""
-        slot = slots.final if position == end else self.states.reserve()
+        slot = slots.final if position == end else self.states.take()
         if slot is None:
             return False
         if position < end:
@@ -114,7 +114,7 @@ class StateScheduler:
 
     def lengthen(self, segment: Segment, num_drafts: int, num_sharing: int) -> int:
         """Let a segment that gets drafts leave the states before the first of them, too; returns
-        how many drafts it may get.
+        how many drafts it may get, 0 without a slot.
 
         num_sharing: the segments that share the slots, this one included.
         """
@@ -126,14 +126,15 @@ class StateScheduler:
         return min(num_drafts, self.most_drafts(end, count))
 
     def most_drafts(self, start: int, num_states: int | None = None) -> int:
-        """The most drafts from position `start` on if only the first num_states (None: as many as
-        may) leave states: one more would pass the end of a block without a state."""
+        """The most drafts from position `start` on if only the first num_states leave states (None:
+        max_draft_states): one more would pass the end of a block without a state."""
         last = start + (num_states or self.max_draft_states) - 1
         return last - last % self.kv.block_size + self.kv.block_size - start
 
     def accept(self, segment: Segment, end: int, output: SchedulerOutput) -> int:
-        """Continue from the latest state within the accepted drafts, which end at `end`, and name
-        the state at the last end of a block.  Returns the position of the former."""
+        """Continue from the latest state that the accepted drafts, which end at `end`, reach;
+        returns its position.  The state at the last end of a block before it becomes a checkpoint.
+        """
         request, state = segment.request, segment.state
         assert state is not None, "a segment of a model with states"
         left = dict([*state.checkpoints, (segment.end, state.final)])

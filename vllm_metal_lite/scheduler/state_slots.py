@@ -112,7 +112,7 @@ class StateSlots(BlockPool):
             self._held.append(own)
             self.running[request] = SegmentState(slot, slot)
 
-    def reserve(self) -> int | None:
+    def take(self) -> int | None:
         """A slot for a state inside a segment of this step; None if none is left."""
         if self.num_spare <= 0:
             return None

@@ -101,7 +101,8 @@ _FADE_OF_ALL, _RECOVER_OF_ALL = 0.98, 0.002
 
 
 class _Record:
-    """How many drafts from one source came true, of a request or of all."""
+    """How many drafts from one source were accepted, of a request or of all.  A draft behind a
+    rejected one does not count: nothing is known of it."""
 
     __slots__ = ("accepted", "rejected")
 
@@ -130,46 +131,50 @@ class _Record:
 
 
 class _History:
-    """The past drafts of a request.  records: one for lookup, one for the drafter.  proposed: the
-    last draft, before any constraint.  of_last: the record of that draft's source."""
+    """The past drafts of a request.  records: (lookup's, the drafter's).  proposed: the last draft,
+    before any constraint.  of_last: the record of that draft's source."""
 
     __slots__ = ("of_last", "proposed", "records")
 
-    def __init__(self, rate_by_model: float) -> None:
-        self.records = _Record(), _Record(rate_by_model)
+    def __init__(self, rate_of_drafter: float) -> None:
+        self.records = _Record(), _Record(rate_of_drafter)
         self.proposed: Sequence[int] = ()
         self.of_last = self.records[0]
 
 
-# Makes drafts by a model: pairs (request, the most tokens) -> the drafts of each request.
-DraftByModel = Callable[[Sequence[tuple[Request, int]]], Sequence[list[int]]]
+# The drafter: pairs (request, the most tokens) -> the drafts of each request.
+Draft = Callable[[Sequence[tuple[Request, int]]], Sequence[list[int]]]
 
 
 class Speculator:
-    """Proposes drafts where they pay, and records how many are accepted.
+    """Decides on drafts, and records how many are accepted.
+
+    While a step is in flight, `wants` says whether the next one should wait for its tokens, and so
+    have drafts; otherwise the next one is launched ahead.  While it waits, `num_ahead` says how
+    many tokens the drafter drafts already.  Once the tokens are known, `propose` makes the drafts.
+    `_choose` weighs lengths for all three.
 
     tokens_of: returns the known tokens of a running request, (n,) int32.
-    draft: makes drafts by a model, at most max_model_drafts for a request; 0: there is no model.
+    draft: asks the drafter, for at most max_model_drafts a request; 0: there is no drafter.
     """
 
     def __init__(
         self,
         tokens_of: Callable[[Request], np.ndarray],
-        draft: DraftByModel | None = None,
+        draft: Draft | None = None,
         max_model_drafts: int = 0,
     ) -> None:
-        self._tokens_of, self._draft_by_model = tokens_of, draft
+        self._tokens_of, self._draft = tokens_of, draft
         self.max_model_drafts = max_model_drafts if draft is not None else 0
         self.pace = Pace()
-        self._by_model = _Record()  # of all requests: where a new one starts
+        self._drafter = _Record()  # of all requests: where a new one starts
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # of the last step, as in Pace
-        self.num_since_model = 0  # steps since the model made drafts
+        self.num_since_drafter = 0  # steps since the drafter made drafts
         self._turn = 0
 
     def wants(self, decodes: Sequence[Request]) -> bool:
-        """Whether the next step will probably have drafts.  If so, it waits for the tokens of the
-        step in flight, because the drafts start from them."""
+        """Whether the next step will probably have drafts: they start from the tokens in flight."""
         count = min(len(decodes), _LOOKUPS)
         self._turn += count
         looked_at = [decodes[(self._turn + i) % len(decodes)] for i in range(count)]
@@ -179,38 +184,37 @@ class Speculator:
         return any(self._choose(looked_at, limits, drafts, len(decodes)))
 
     def num_ahead(self, requests: Sequence[Request]) -> int:
-        """How many tokens the model should draft for these requests behind a step whose tokens are
-        unknown; 0: the next step should have no drafts by the model."""
+        """How many tokens the drafter should draft for each of these requests, before the tokens in
+        flight are known; 0: none, or a lookup will probably find more."""
         some = requests[:_LOOKUPS]
-        if not some or not self.max_model_drafts or any(map(self._looks_up, some)):
+        if not some or not self.max_model_drafts or any(map(self._was_looked_up, some)):
             return 0
         limits = [self.max_model_drafts] * len(some)
         return self._choose(some, limits, [()] * len(some), len(requests))[1]
 
-    def _looks_up(self, request: Request) -> bool:
+    def _was_looked_up(self, request: Request) -> bool:
         """Whether a request's last draft was looked up."""
         history = self._history(request)
         return len(history.proposed) > 0 and history.of_last is history.records[0]
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """The drafts of decodes.  wanted: pairs (request, the most tokens that it may draft)."""
-        requests = [request for request, _ in wanted]
-        limits = [min(most, MAX_DRAFT) for _, most in wanted]
-        drafts = [self._look_up(*each) for each in zip(requests, limits, strict=True)]
-        cap, by_model = self._choose(requests, limits, drafts, len(wanted))
+        requests, limits = [request for request, _ in wanted], [most for _, most in wanted]
+        drafts = [self._look_up(*each) for each in wanted]
+        cap, by_drafter = self._choose(requests, limits, drafts, len(wanted))
         asked = []
-        for i, (request, most) in enumerate(zip(requests, limits, strict=True)):
+        for i, (request, most) in enumerate(wanted):
             drafts[i], history = drafts[i][:cap], self._history(request)
-            lengths = len(drafts[i]), min(by_model, most)
-            looked_up, by_drafter = _expected(history, lengths)
-            history.of_last = history.records[by_drafter > looked_up]
-            if by_drafter > looked_up:
+            lengths = len(drafts[i]), min(by_drafter, most)
+            source, _ = _better(history, lengths)
+            history.of_last = history.records[source]
+            if source:
                 asked.append((i, lengths[1]))
-        self._num_model_drafts = by_model if asked else 0
-        self.num_since_model = 0 if asked else self.num_since_model
+        self._num_model_drafts = by_drafter if asked else 0
         if asked:
-            assert self._draft_by_model is not None, "a model was chosen"
-            made = self._draft_by_model([(requests[i], count) for i, count in asked])
+            assert self._draft is not None, "the drafter was chosen"
+            self.num_since_drafter = 0
+            made = self._draft([(requests[i], count) for i, count in asked])
             for (i, _), draft in zip(asked, made, strict=True):
                 drafts[i] = draft
         for request, draft in zip(requests, drafts, strict=True):
@@ -227,31 +231,33 @@ class Speculator:
         looked_up: Sequence[Sequence[int]],
         num_decodes: int,
     ) -> tuple[int, int]:
-        """The limits of a looked-up draft and of a draft by the model that give the most tokens a
-        second; a request gets the better of the two.  (0, 0) if no drafts are better."""
+        """The limits of a looked-up draft and of a draft by the drafter that give the most tokens a
+        second; a request gets the better of the two.  (0, 0) if no drafts are better.
+
+        requests: num_decodes, or some of them.  limits: the most drafts of each.
+        """
         best, best_gain = (0, 0), _MARGIN
         histories = [self._history(request) for request in requests]
         caps = (*_CAPS, 0) if any(looked_up) else (0,)
-        for cap, by_model in product(caps, range(self.max_model_drafts + 1)):
+        for cap, by_drafter in product(caps, range(self.max_model_drafts + 1)):
             expected, num_drafts, used = 0.0, 0, 0
             for history, limit, found in zip(histories, limits, looked_up, strict=True):
-                lengths = min(len(found), cap), min(by_model, limit)
-                gains = _expected(history, lengths)
-                is_better = gains[1] > gains[0]
-                expected += gains[is_better]
-                num_drafts += lengths[is_better]
-                used |= is_better and by_model
+                lengths = min(len(found), cap), min(by_drafter, limit)
+                source, gain = _better(history, lengths)
+                expected += gain
+                num_drafts += lengths[source]
+                used |= source and by_drafter
             if num_drafts:
                 ratio = self.pace.ratio(num_decodes, num_decodes + num_drafts, used)
                 gain = (1 + expected / num_decodes) / ratio
                 if gain > best_gain:
-                    best, best_gain = (cap, by_model), gain
+                    best, best_gain = (cap, by_drafter), gain
         return best
 
     def _history(self, request: Request) -> _History:
         found = self._histories.get(request)
         if found is None:
-            found = self._histories[request] = _History(self._by_model.rate)
+            found = self._histories[request] = _History(self._drafter.rate)
         return found
 
     def record(
@@ -259,7 +265,7 @@ class Speculator:
     ) -> None:
         """Record a step.  accepted: for each request with drafts, in order, how many were accepted.
         seconds: None if the step's time is not known."""
-        self.num_since_model += 1
+        self.num_since_drafter += 1
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
             history = self._history(segment.request)
@@ -268,18 +274,20 @@ class Speculator:
             if own:
                 history.of_last.record(min(count, own), own)
                 if history.of_last is history.records[1]:
-                    self._by_model.record(min(count, own), own, _FADE_OF_ALL)
+                    self._drafter.record(min(count, own), own, _FADE_OF_ALL)
         for segment in output.segments[: output.num_decodes]:
             if (found := self._histories.get(segment.request)) is not None:
                 found.records[0].recover()
-                found.records[1].recover(self._by_model.rate)
+                found.records[1].recover(self._drafter.rate)
         if not drafted:
-            self._by_model.recover(share=_RECOVER_OF_ALL)
+            self._drafter.recover(share=_RECOVER_OF_ALL)
         if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
             rows = output.total_num_scheduled_tokens
             self.pace.record(rows, self._num_model_drafts if drafted else PLAIN, seconds)
 
 
-def _expected(history: _History, lengths: tuple[int, int]) -> list[float]:
-    """The expected accepted drafts of each source, for drafts of these lengths."""
-    return [r.expected(n) for r, n in zip(history.records, lengths, strict=True)]
+def _better(history: _History, lengths: tuple[int, int]) -> tuple[int, float]:
+    """The source whose draft promises more, 0 for lookup or 1 for the drafter, and how many of its
+    drafts will probably be accepted.  lengths: of the sources' drafts."""
+    looked_up, drafted = (r.expected(n) for r, n in zip(history.records, lengths, strict=True))
+    return (1, drafted) if drafted > looked_up else (0, looked_up)

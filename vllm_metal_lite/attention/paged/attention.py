@@ -114,7 +114,7 @@ class KernelAttention:
         return KernelStepAttention(self.store, step, ticket, self._unused, self.shares)
 
     def _earlier(self, step: DeviceBatch, back: mx.array) -> DeviceBatch:
-        """The step at the positions that `back` says."""
+        """The step with each row moved back, on the device if its plan allows that."""
         plan: PagedPlan = step.plan
         rows = plan.decodes or plan.prompts
         if not isinstance(rows, Decodes | VarlenPrompts):
