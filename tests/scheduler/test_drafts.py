@@ -68,6 +68,14 @@ def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks):
     assert any(out.has_drafts for out in steps)
 
 
+def test_looked_up_drafts_take_the_blocks_of_their_rows_alone():
+    engine = FakeEngine(fake_config(4, max_num_seqs=2), 60, 200)
+    engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of)
+    engine.add([1, 2, 3], 150)
+    last = max(s.end for out in [engine.step() for _ in range(4)] for s in out.segments)
+    assert engine.scheduler.kv.pools[0].peak_owned == -(-last // 4)
+
+
 def test_drafts_use_what_a_step_leaves_over():
     """A prompt beside them is computed as fast as without."""
     chunks = []
@@ -82,6 +90,20 @@ def test_drafts_use_what_a_step_leaves_over():
         assert all(out.total_num_scheduled_tokens <= 6 for out in steps)
         chunks.append(mine)
     assert chunks[0] == chunks[1] == [[5]] * 6
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9])
+def test_wrong_drafts_keep_no_block_that_a_prompt_needs(num_blocks):
+    admitted = []
+    for drafts in (False, True):
+        engine = FakeEngine(fake_config(4, max_num_seqs=2), num_blocks, 64)
+        engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of) if drafts else None
+        engine.add([1, 2, 3], 28)
+        steps = [engine.step() for _ in range(3)]
+        assert steps[-1].has_drafts == drafts
+        late = engine.add([5, 6, 7], 6)
+        admitted.append([late in engine.step().admitted for _ in range(3)])
+    assert admitted[1] == admitted[0] == [True, False, False]
 
 
 def test_a_request_that_is_admitted_behind_its_prompt_has_no_drafts_yet():
