@@ -1,6 +1,7 @@
 """A drafter drafts behind steps whose tokens are unknown: its drafts stay with their requests, and
 change no token, whatever happens between."""
 
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -52,6 +53,9 @@ class Drafting:
             self.seen.add("failed")
             self.runner.drafter = None
             return None
+        if self.random.random() < 0.05:
+            self.seen.add("Ctrl-C")
+            raise KeyboardInterrupt
         last, count = self.last, wanted.num_drafts
         rows = last.logits_indices[wanted.rows]
         assert (last.req_indices[last.sample_segments[wanted.rows]] == wanted.seats).all()
@@ -95,7 +99,13 @@ class Drafts(Speculator):
 def play(workload: Workload, seed: int, right: float, **options) -> set[str]:
     engine = make_engine(workload, ahead=True, **options)
     drafting = Drafting(engine, Random(seed), right)
-    aborted = workloads_of.play(workload, engine)
+    run = workloads_of.stepper(workload, engine)
+
+    def step() -> None:
+        with suppress(KeyboardInterrupt):
+            run()
+
+    aborted = workloads_of.play(workload, engine, step)
     engine.step()
     engine.check_blocks()
     for name, request in engine.requests.items():
@@ -119,4 +129,4 @@ def test_the_workloads_reach_the_hard_cases():
     for seed in range(40):
         extra = {"num_state_slots": 60} if seed % 3 == 0 else {}
         seen |= play(seeded_workload(seed), seed, [0.8, 1.0][seed % 2], **extra)
-    assert seen == {"ahead", "late", "moved back", "failed", "accepted"}
+    assert seen == {"ahead", "late", "moved back", "failed", "accepted", "Ctrl-C"}
