@@ -1,5 +1,7 @@
 """Drafts in the scheduler change no token, take no block that others need, and delay nobody."""
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,14 @@ def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks):
     assert any(out.has_drafts for out in steps)
 
 
+def test_looked_up_drafts_take_the_blocks_of_their_rows_alone():
+    engine = FakeEngine(fake_config(4, max_num_seqs=2), 60, 200)
+    engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of)
+    engine.add([1, 2, 3], 150)
+    last = max(s.end for out in [engine.step() for _ in range(4)] for s in out.segments)
+    assert engine.scheduler.kv.pools[0].peak_owned == -(-last // 4)
+
+
 def test_drafts_use_what_a_step_leaves_over():
     """A prompt beside them is computed as fast as without."""
     chunks = []
@@ -82,6 +92,51 @@ def test_drafts_use_what_a_step_leaves_over():
         assert all(out.total_num_scheduled_tokens <= 6 for out in steps)
         chunks.append(mine)
     assert chunks[0] == chunks[1] == [[5]] * 6
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9])
+def test_wrong_drafts_keep_no_block_that_a_prompt_needs(num_blocks):
+    admitted = []
+    for drafts in (False, True):
+        engine = FakeEngine(fake_config(4, max_num_seqs=2), num_blocks, 64)
+        engine.in_flight.speculator = Sevens(engine.in_flight.seats.tokens_of) if drafts else None
+        engine.add([1, 2, 3], 28)
+        steps = [engine.step() for _ in range(3)]
+        assert steps[-1].has_drafts == drafts
+        late = engine.add([5, 6, 7], 6)
+        admitted.append([late in engine.step().admitted for _ in range(3)])
+    assert admitted[1] == admitted[0] == [True, False, False]
+
+
+@pytest.mark.parametrize("num_blocks", [7, 60])
+def test_ctrl_c_while_drafts_are_made_loses_nothing(num_blocks):
+    """Also where the same step admits a request, or preempts one."""
+
+    def interrupted(wanted):
+        raise KeyboardInterrupt
+
+    preempts = []
+    for at in range(1, 24):
+        engine = FakeEngine(fake_config(4, max_num_seqs=3), num_blocks, 64)
+        requests = [engine.add([1, 2, 3], 20), engine.add([4, 5], 12)]
+        for _ in range(at):
+            engine.step()
+            if len(requests) == 2:
+                requests.append(engine.add([6], 9))
+        engine.in_flight.speculator = drafts = Sevens(engine.in_flight.seats.tokens_of)
+        drafts.propose = interrupted
+        before = engine.scheduler.num_preemptions
+        with suppress(KeyboardInterrupt):
+            engine.step()
+            continue  # no decode was left
+        preempts.append(engine.scheduler.num_preemptions > before)
+        engine.check_blocks()
+        engine.in_flight.speculator = None
+        engine.run()
+        for request in requests:
+            assert answer_of(request) == expected(engine, request)
+    assert any(preempts) == (num_blocks == 7)
+    assert len(preempts) > 10
 
 
 def test_a_request_that_is_admitted_behind_its_prompt_has_no_drafts_yet():

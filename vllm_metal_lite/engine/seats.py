@@ -73,9 +73,11 @@ class Seats:
             self.update_sampler(answer)
 
     def accept(self, request: Request, token_ids: list[int]) -> None:
-        """Tell the sampler the tokens that a step with drafts has given."""
+        """Record what a step with drafts has given and taken: for the sampler the tokens, for the
+        table the number of blocks."""
         if (seat := self.req_index.get(request)) is not None:
             self._sampler.accept(seat, token_ids)
+            self._inputs.num_blocks[seat] = request.num_blocks
 
     def update_sampler(self, answer: Answer) -> None:
         """Make the sampler continue from the known tokens of a running request."""

@@ -105,6 +105,7 @@ class StepsInFlight:
         sampling.  A step that fails here is in flight, too, until `rollback`."""
         for request in output.preempted:
             self.seats.remove(request)
+        self._scheduler.unlaunched = None
         if output.is_empty:
             return
         output.launched_at = time.monotonic()
@@ -214,8 +215,14 @@ class StepsInFlight:
         return True
 
     def rollback(self) -> None:
-        """Undo all steps; their requests return to the queue."""
+        """Undo all steps; their requests return to the queue.  So do those of a step whose schedule
+        was interrupted, perhaps while its drafts were made."""
         outputs = self.outputs
+        if (unlaunched := self._scheduler.unlaunched) is not None:
+            outputs.append(unlaunched)
+            self._scheduler.unlaunched = None
+            for request in unlaunched.preempted:
+                self.seats.remove(request)
         self.pipeline.clear()
         self.pipeline.runner.forget()
         for output in outputs:

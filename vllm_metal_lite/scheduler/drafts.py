@@ -14,7 +14,7 @@ before new drafts.  A draft passes the end of a block only if a state there can 
 from collections.abc import Callable, Sequence
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.config import MAX_DRAFT
+from vllm_metal_lite.config import MAX_DRAFT, MAX_MODEL_DRAFTS
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
@@ -86,8 +86,9 @@ class DraftScheduler:
 
     def _add(self, segment: Segment, draft: Sequence[int], limit: int) -> None:
         start, end = segment.num_computed, segment.end + len(draft)
-        # The drafter continues these drafts before the next step is scheduled.
-        further = min(end + len(draft), segment.request.max_length, limit)
+        further = end
+        if len(draft) <= MAX_MODEL_DRAFTS:  # the drafter continues its own ahead of the next step
+            further = min(end + len(draft), segment.request.max_length, limit)
         new = self.kv.allocate(segment.request, start, max(end, further))
         assert new is not None, "drafts were cut to the blocks that are left"
         if new and segment.new_block_ids:
@@ -108,4 +109,6 @@ class DraftScheduler:
             computed = self._states.accept(segment, end, output)
         request.num_computed_tokens = computed
         output.named += self.kv.name_blocks(request, first, computed)
+        # A block beyond the known tokens stays: each running request has one in reserve.
+        self.kv.cut(request, request.num_tokens + self.kv.block_size)
         return computed == end

@@ -178,6 +178,13 @@ class KVCacheManager:
                 )
                 table.num_given_back = first
 
+    def cut(self, request: Request, end: int) -> None:
+        """Release the blocks behind token `end`, which only drafts have used."""
+        count = -(-end // self.block_size)
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            pool.free(table.block_ids[count:])
+            del table.block_ids[count:]
+
     def free(self, request: Request) -> None:
         """Release all blocks of a request."""
         for pool, table in zip(self.pools, request.block_tables, strict=False):

@@ -26,6 +26,7 @@ class Progress:
     chunked: requests whose next segment is a chunk: of a prompt, or of several known tokens of an
     answer.
     suspects: while there are any, each step holds one of them, alone.  See `FailedSteps`.
+    unlaunched: the step that is being scheduled, until its launch begins.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Progress:
         self._states = None if states is None else StateScheduler(self.kv, states, max_draft_states)
         self.drafts = DraftScheduler(self.kv, self._states)
         self.suspects: dict[Request, int] = {}
+        self.unlaunched: SchedulerOutput | None = None
         self.counts = TokenCounts()
         # Each unfinished request is in one of these queues, or ended by `advance`.
         self.waiting = RequestQueue()

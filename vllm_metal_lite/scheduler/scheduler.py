@@ -99,7 +99,7 @@ class Scheduler(Progress):
     def schedule_alone(self, requests: Iterable[Request]) -> SchedulerOutput:
         """A step of the first of these suspects that can run now.  Empty if none can: then others
         must run first, since they hold the blocks."""
-        out = SchedulerOutput()
+        self.unlaunched = out = SchedulerOutput()
         is_alone = self.num_running + len(self.waiting) == 1 and not self.decodes
         self._sizes.begin_step(self.limit, is_alone)
         if self.kv.states is not None:

@@ -49,10 +49,11 @@ def _match(token_ids: np.ndarray, skipped: int) -> tuple[np.ndarray, int]:
     known = token_ids[:n]
     places = np.flatnonzero(known[MIN_MATCH - 1 : -1] == known[-1]) + MIN_MATCH - 1
     for i in range(1, MIN_MATCH):
-        places = places[known[places - i] == known[-1 - i]]
-    places = places[-_MAX_PLACES:]
+        if len(places):
+            places = places[known[places - i] == known[-1 - i]]
     if not len(places):
         return token_ids[:0], 0
+    places = places[-_MAX_PLACES:]
     back = np.arange(min(_MAX_MATCH, n - 1))
     at = places[:, None] - back
     same = (known[at] == known[n - 1 - back]) & (at >= 0)

@@ -127,7 +127,7 @@ class _Record:
     def expected(self, num_drafts: int) -> float:
         """The expected number of accepted drafts."""
         p = self.rate
-        return p * (1 - p**num_drafts) / (1 - p)
+        return p * (1 - p**num_drafts) / (1 - p) if num_drafts else 0.0
 
 
 class _History:
