@@ -180,3 +180,15 @@ def test_drafts_that_always_come_true_leave_a_rate_below_one():
     for _ in range(1000):
         record.record(31, 31)
     assert 30.9 < record.expected(31) < 31
+
+
+def test_text_that_repeats_nothing_is_looked_at_in_each_fourth_step():
+    drafting, (request,) = speculator()
+    looked_up = []
+    drafting._tokens_of = lambda request: looked_up.append(1) or np.arange(100, dtype=np.int32)
+    for _ in range(16 + 40):
+        assert not drafting.wants([request])
+    assert len(looked_up) == 16 + 10
+    drafting._tokens_of = lambda request: np.arange(100, dtype=np.int32) % 10
+    assert [drafting.wants([request]) for _ in range(4)].count(True) > 0
+    assert drafting.wants([request])

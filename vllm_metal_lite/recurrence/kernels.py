@@ -74,8 +74,8 @@ class SegmentPlan(NamedTuple):
     """A step's segments, as the kernels read them (`pack_segments`).
 
     segments: (S + 1 or more, 2 + 2 M) int32.  tiles: (T, 2) int32, the tiles of the convolutions.
-    max_seqlen: 1 if each row is followed by a state, as in decodes, and with drafts; otherwise 2,
-    whatever the length, so that steps repeat.
+    max_seqlen: 1 if no segment has more rows, otherwise 2, whatever the length, so that steps
+    repeat.
     """
 
     segments: mx.array
@@ -98,7 +98,7 @@ class SegmentPlan(NamedTuple):
             batch.checkpoints.tolist(),
             num_segments,
         )
-        longest = int(np.diff(segments[: batch.num_segments, ::2]).max())
+        longest = int(np.diff(batch.cu_seqlens_q).max())
         return SegmentPlan(
             mx.array(segments), mx.array(plan_conv_tiles(segments)), 2 if longest > 1 else 1
         )

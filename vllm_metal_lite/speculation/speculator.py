@@ -91,6 +91,8 @@ class Pace:
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 _MARGIN = 1.05  # a smaller expected gain is within measurement noise
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
+# After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
+_PATIENCE, _EVERY = 16, 4
 _FIRST_RATE = 0.8  # assumed share of drafts that are accepted
 _WEIGHT = 5  # how many drafts this assumption counts for
 _MIN_REJECTED = 1e-3  # a rate stays below 1
@@ -171,17 +173,22 @@ class Speculator:
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # of the last step, as in Pace
         self.num_since_drafter = 0  # steps since the drafter made drafts
-        self._turn = 0
+        self._turn = self._num_refused = 0
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         """Whether the next step will probably have drafts: they start from the tokens in flight."""
+        self._num_refused += 1
+        if self._num_refused > _PATIENCE and self._num_refused % _EVERY:
+            return False
         count = min(len(decodes), _LOOKUPS)
         self._turn += count
         looked_at = [decodes[(self._turn + i) % len(decodes)] for i in range(count)]
         # The first of these drafts is the token in flight.
         drafts = [self._look_up(request, MAX_DRAFT + 1)[1:] for request in looked_at]
         limits = [MAX_DRAFT] * count
-        return any(self._choose(looked_at, limits, drafts, len(decodes)))
+        wants = any(self._choose(looked_at, limits, drafts, len(decodes)))
+        self._num_refused *= not wants
+        return wants
 
     def num_ahead(self, requests: Sequence[Request]) -> int:
         """How many tokens the drafter should draft for each of these requests, before the tokens in
