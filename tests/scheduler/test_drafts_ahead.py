@@ -49,6 +49,7 @@ class Drafting:
     def draft(self, wanted: Wanted) -> mx.array | None:
         is_ahead = len(self.engine.in_flight.pipeline.steps) > 0
         self.seen.add("ahead" if is_ahead else "late")
+        assert not (is_ahead and self.engine.scheduler.suspects), "a failure must show its step"
         if self.random.random() < 0.02:
             self.seen.add("failed")
             self.runner.drafter = None

@@ -180,3 +180,26 @@ def test_drafts_that_always_come_true_leave_a_rate_below_one():
     for _ in range(1000):
         record.record(31, 31)
     assert 30.9 < record.expected(31) < 31
+
+
+def test_a_new_request_starts_with_the_share_of_all():
+    """A drafter that was wrong for others is not tried anew for each request."""
+    tokens = np.arange(40, dtype=np.int32)
+    told = Speculator(lambda request: tokens, lambda wanted: [[7] * n for _, n in wanted], 3)
+    new = Request("new", [1], 99)
+    assert told.num_ahead([new]) == 3
+    for i in range(30):
+        request = Request(str(i), [1], 99)
+        history = told._history(request)
+        history.proposed, history.of_last = [7] * 3, history.records[1]
+        out = SchedulerOutput([Segment(request, 40, 4, (), draft_token_ids=[7] * 3)])
+        told.record(out, [0], None)
+    assert told.num_ahead([Request("newer", [1], 99)]) == 0
+
+
+def test_the_model_drafts_ahead_for_no_request_whose_drafts_are_looked_up():
+    told = Speculator(lambda request: np.array([*range(20)] * 3), lambda wanted: [], 3)
+    request, other = Request("0", [1], 99), Request("1", [1], 99)
+    assert told.num_ahead([request]) == 3
+    assert len(told.propose([(request, 99)])[0]) > 3
+    assert told.num_ahead([request]) == told.num_ahead([other, request]) == 0
