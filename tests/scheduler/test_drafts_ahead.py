@@ -41,7 +41,12 @@ class Drafting:
     def launch(self, batch, scored, masks, after):
         if self.made is not None and len(batch.draft_token_ids):
             step = SimpleNamespace(batch=batch, token_ids=mx.array(batch.token_ids))
-            batch = replace(batch, token_ids=np.array(self.made.fill(step)))
+            filled, unknown = np.array(self.made.fill(step)), batch.token_ids == UNKNOWN_DRAFT
+            seats = batch.req_indices.repeat(np.diff(batch.cu_seqlens_q))
+            for seat in set(seats[unknown].tolist()):
+                got = filled[unknown & (seats == seat)].tolist()
+                assert got == self.drafts[seat][: len(got)], "drafts of another request"
+            batch = replace(batch, token_ids=filled)
         assert (batch.token_ids != UNKNOWN_DRAFT).all(), "a draft has no token"
         self.last = batch
         return self.execute(batch, scored, masks, after)
@@ -76,6 +81,7 @@ class Drafting:
             for depth, token in enumerate(answer[:count]):
                 drafts[i, depth] = token if self.random.random() < self.right else 90
         self.made = UnknownDrafts(wanted.seats, mx.array(drafts))
+        self.drafts = dict(zip(wanted.seats.tolist(), drafts.tolist(), strict=True))
         return self.made.token_ids
 
 
