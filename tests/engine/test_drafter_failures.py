@@ -1,5 +1,7 @@
 """A kernel that fails in the drafter, or a lack of memory there, ends no request."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from metal.host import installed
@@ -68,3 +70,16 @@ def test_without_room_to_draft_no_request_ends(tmp_path, monkeypatch, caplog):
     assert answers == tiny.all_alone("glm4_moe", prompts, 20)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "no model drafts tokens from now on" in warning
+
+
+def test_a_failure_of_the_step_before_is_not_the_drafters(tmp_path, monkeypatch):
+    def lost(*args):
+        raise RuntimeError("lost")
+
+    path = write_head(tiny.write_folder(tmp_path, "glm4_moe"), Head("glm4_moe"))
+    runner = drafting(load(str(path))).runner
+    monkeypatch.setattr(runner.drafter, "draft", lost)
+    monkeypatch.setattr(runner, "_last", Mock(wait=lost))
+    with pytest.raises(RuntimeError, match="lost"):
+        runner.draft(None)
+    assert runner.drafter is not None

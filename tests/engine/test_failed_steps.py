@@ -99,6 +99,27 @@ def test_with_drafts(place):
     check(engine, bad, PROMPTS[:6], n=30)
 
 
+def test_with_drafts_that_cannot_be_made():
+    """Such as those of a grammar that fails at a draft."""
+    engine = engine_of(speculate="auto")
+    alone = tiny.all_alone("llama", PROMPTS[:6], 30)
+    truth = {str(i): tokens for i, tokens in enumerate(alone)}
+    engine.in_flight.speculator = Guesses(engine, truth)
+    continued = engine.in_flight.constraints.continued
+
+    def failing(request, *args):
+        if request.request_id == "3" and request.num_tokens > request.num_prompt_tokens + 5:
+            raise ZeroDivisionError("a bad draft")
+        return continued(request, *args)
+
+    engine.in_flight.constraints.continued = failing
+    tiny.submit(engine, PROMPTS[:6], 30)
+    done, errors = serve(engine)
+    assert errors == {"3": "a bad draft"}
+    found = {i: o.outputs[0].token_ids for i, o in done.items()}
+    assert found == {i: tokens for i, tokens in truth.items() if i != "3"}
+
+
 @pytest.mark.parametrize("seats", [4, 16])
 def test_a_crowd_of_bad_requests_costs_no_good_one(seats):
     """More steps fail in a row than when a device is lost."""

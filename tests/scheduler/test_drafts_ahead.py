@@ -42,9 +42,13 @@ class Drafting:
     def launch(self, batch, scored, masks, after):
         if self.made is not None and len(batch.draft_token_ids):
             rows = {"num_rows": batch.num_tokens, "token_ids": mx.array(batch.token_ids)}
-            step = SimpleNamespace(batch=batch, **rows)
-            known = known_tokens(step, UNKNOWN_DRAFT, *self.made)
-            batch = replace(batch, token_ids=np.array(known))
+            step, unknown = SimpleNamespace(batch=batch, **rows), batch.token_ids == UNKNOWN_DRAFT
+            filled = np.array(known_tokens(step, UNKNOWN_DRAFT, *self.made))
+            seats = batch.req_indices.repeat(np.diff(batch.cu_seqlens_q))
+            for seat in set(seats[unknown].tolist()):
+                got = filled[unknown & (seats == seat)].tolist()
+                assert got == self.drafts[seat][: len(got)], "drafts of another request"
+            batch = replace(batch, token_ids=filled)
         assert (batch.token_ids != UNKNOWN_DRAFT).all(), "a draft has no token"
         self.last = batch
         return self.execute(batch, scored, masks, after)
@@ -52,6 +56,7 @@ class Drafting:
     def draft(self, wanted: Wanted) -> mx.array | None:
         is_ahead = len(self.engine.in_flight.pipeline.steps) > 0
         self.seen.add("ahead" if is_ahead else "late")
+        assert not (is_ahead and self.engine.scheduler.suspects), "a failure must show its step"
         if self.random.random() < 0.02:
             self.seen.add("failed")
             self.runner.drafter = None
@@ -77,6 +82,7 @@ class Drafting:
             for depth, token in enumerate(answer[:count]):
                 drafts[i, depth] = token if self.random.random() < self.right else 90
         self.made = wanted.seats, mx.array(drafts)
+        self.drafts = dict(zip(wanted.seats.tolist(), drafts.tolist(), strict=True))
         return self.made[1]
 
     def last_positions(self, rows, num_drafts):

@@ -79,14 +79,25 @@ def test_wrong_drafts_end_and_are_tried_again():
 def test_a_first_step_that_compiles_does_not_count():
     pace = Pace()
     pace.record(1, PLAIN, 1.0)
-    for seconds in (30.0, 10.0, 5.0, 2.0, 1.2):
+    for seconds in (30.0, 10.0, 5.0, 1.3, 1.2):
         pace.record(8, 0, seconds)
     for _ in range(5):
         pace.record(1, PLAIN, 1.0)
     assert pace.ratio(1, 8, 0) == pytest.approx(1.25)  # not known yet
     pace.record(8, 0, 1.3)
-    assert pace.ratio(1, 8, 0) == pytest.approx(1.2 * 1.001)  # plain steps are one step ago
+    assert pace.ratio(1, 8, 0) == pytest.approx(1.3 * 1.0005)  # plain steps are one step ago
     assert [width(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+
+
+def test_a_step_that_launches_none_ahead_is_no_measure():
+    """Its time lacks the host's work for the next step, which that step has twice."""
+    pace = Pace()
+    for _ in range(6):
+        pace.record(4, 3, 2.0)
+    for seconds in (0.4, 1.6, *[1.0] * 8, 0.4, 1.6, *[1.0] * 8):
+        pace.record(1, PLAIN, seconds)
+        known = len(pace._times[PLAIN, 1]) >= 6
+        assert not known or pace.ratio(1, 4, 3) == pytest.approx(2, rel=0.03)
 
 
 @pytest.mark.parametrize(("seconds", "drafts"), [(9.0, 31), (40.0, 0)])
@@ -172,7 +183,7 @@ def test_tokens_that_a_constraint_puts_behind_a_draft_are_not_its_merit():
     drafting.record(SchedulerOutput([segment], 0, 9), [1], None)
     assert drafting._history(request).records[0].rate < before
     drafting.record(SchedulerOutput([segment], 0, 9), [8], None)
-    assert drafting._history(request).records[0].accepted == pytest.approx((4 * 0.9 + 1) * 0.9 + 3)
+    assert drafting._history(request).records[0].accepted == pytest.approx((4 * 0.95 + 1) * 0.95 + 3)
 
 
 def test_drafts_that_always_come_true_leave_a_rate_below_one():
@@ -192,3 +203,26 @@ def test_text_that_repeats_nothing_is_looked_at_in_each_fourth_step():
     drafting._tokens_of = lambda request: np.arange(100, dtype=np.int32) % 10
     assert [drafting.wants([request]) for _ in range(4)].count(True) > 0
     assert drafting.wants([request])
+
+
+def test_a_new_request_starts_with_the_share_of_all():
+    """A drafter that was wrong for others is not tried anew for each request."""
+    tokens = np.arange(40, dtype=np.int32)
+    told = Speculator(lambda request: tokens, lambda wanted: [[7] * n for _, n in wanted], 3)
+    new = Request("new", [1], 99)
+    assert told.num_ahead([new]) == 3
+    for i in range(30):
+        request = Request(str(i), [1], 99)
+        history = told._history(request)
+        history.proposed, history.of_last = [7] * 3, history.records[1]
+        out = SchedulerOutput([Segment(request, 40, 4, (), draft_token_ids=[7] * 3)])
+        told.record(out, [0], None)
+    assert told.num_ahead([Request("newer", [1], 99)]) == 0
+
+
+def test_the_model_drafts_ahead_for_no_request_whose_drafts_are_looked_up():
+    told = Speculator(lambda request: np.array([*range(20)] * 3), lambda wanted: [], 3)
+    request, other = Request("0", [1], 99), Request("1", [1], 99)
+    assert told.num_ahead([request]) == 3
+    assert len(told.propose([(request, 99)])[0]) > 3
+    assert told.num_ahead([request]) == told.num_ahead([other, request]) == 0

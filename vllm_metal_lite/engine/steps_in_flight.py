@@ -62,8 +62,10 @@ class StepsInFlight:
 
     @property
     def outputs(self) -> list[SchedulerOutput]:
-        """The schedules of the steps in flight, oldest first."""
-        return [step.scheduled for step in self.pipeline.steps]
+        """The schedules of the steps in flight, oldest first.  The last may not be launched yet,
+        if its schedule was interrupted, perhaps while its drafts were made."""
+        outputs, last = [step.scheduled for step in self.pipeline.steps], self._scheduler.unlaunched
+        return outputs if last is None or last.is_empty else [*outputs, last]
 
     @property
     def propose(self) -> Propose | None:
@@ -215,11 +217,9 @@ class StepsInFlight:
         return True
 
     def rollback(self) -> None:
-        """Undo all steps; their requests return to the queue.  So do those of a step whose schedule
-        was interrupted, perhaps while its drafts were made."""
+        """Undo all steps; their requests return to the queue."""
         outputs = self.outputs
         if (unlaunched := self._scheduler.unlaunched) is not None:
-            outputs.append(unlaunched)
             self._scheduler.unlaunched = None
             for request in unlaunched.preempted:
                 self.seats.remove(request)

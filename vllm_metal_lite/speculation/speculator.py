@@ -17,9 +17,9 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.speculation.lookup import look_up
 
 _KEPT = 9  # how many times are kept of each width
-# The first steps of a width compile kernels and graphs, so the least of several times counts.
+# The first steps of a width compile kernels and graphs, so a width is known after some more.
 _MIN_KNOWN = 6
-_DRIFT = 0.001  # how much a time counts less for each step since it was measured
+_DRIFT = 0.0005  # how much a time counts less for each step since it was measured
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 _TRIES = 0.1
 PLAIN = -1  # no drafts
@@ -78,18 +78,22 @@ class Pace:
     def _known(self, num_model_drafts: int, num_rows: int) -> float:
         """The seconds of steps of this width; 0 until they are known.
 
-        The longer no such step came, the fewer seconds are assumed: the machine may have been busy.
-        So what was slow is tried again.
+        A third of the times is less: slow steps compiled, and a fast one lacks the host's work for
+        the next step, which waited for tokens.  The longer no such step came, the fewer seconds are
+        assumed: the machine may have been busy.  So what was slow is tried again.
         """
         key = num_model_drafts, width(num_rows)
         if len(times := self._times.get(key, ())) < _MIN_KNOWN:
             return 0.0
-        return min(times) / (1 + _DRIFT * (self._num_steps - self._last[key]))
+        typical = sorted(times)[len(times) // 3]
+        return typical / (1 + _DRIFT * (self._num_steps - self._last[key]))
 
 
 # These numbers were chosen by hand; docs/speculation.md measures them together.
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
-_MARGIN = 1.05  # a smaller expected gain is within measurement noise
+# Drafts by the drafter begin at the first expected gain, and end below the second: what lies between
+# is within measurement noise.  Looked-up drafts need the first.
+_BEGIN, _KEEP = 1.05, 1.0
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
 _PATIENCE, _EVERY = 16, 4
@@ -98,7 +102,7 @@ _WEIGHT = 5  # how many drafts this assumption counts for
 _MIN_REJECTED = 1e-3  # a rate stays below 1
 # The factor of both counts at each draft, and the share of the way back to the first counts per
 # step without a draft: of a request, and of all requests together.
-_FADE, _RECOVER = 0.9, 0.02
+_FADE, _RECOVER = 0.95, 0.02
 _FADE_OF_ALL, _RECOVER_OF_ALL = 0.98, 0.002
 
 
@@ -243,7 +247,7 @@ class Speculator:
 
         requests: num_decodes, or some of them.  limits: the most drafts of each.
         """
-        best, best_gain = (0, 0), _MARGIN
+        best, best_gain = (0, 0), _BEGIN if self.num_since_drafter > 1 else _KEEP
         histories = [self._history(request) for request in requests]
         caps = (*_CAPS, 0) if any(looked_up) else (0,)
         for cap, by_drafter in product(caps, range(self.max_model_drafts + 1)):
