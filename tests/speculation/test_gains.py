@@ -35,7 +35,7 @@ class Machine:
     def step(self, requests):
         """Returns the new tokens of each request.
 
-        The host launches a plain step while the step before runs, whose time this takes.  If a
+        The host launches a plain step while the step before runs, whose time has the launch.  If a
         plain step waits for tokens instead, its own time has the launch.
         """
         drafted, launch = self.before > 0, LAUNCH * self.times[0]
@@ -56,14 +56,16 @@ class Machine:
         out = SchedulerOutput(segments, 0 if any(drafts) else len(segments))
         out.total_num_scheduled_tokens = sum(s.num_scheduled for s in segments)
         counts = [n for n, draft in zip(accepted, drafts, strict=True) if draft]
-        self.flying = out, counts, seconds
+        out.has_drafts = self.before > 0
+        self.flying = out, counts, seconds, is_late
         return [1 + count for count in accepted]
 
     def flush(self, less):
         """Record the step in flight."""
         if self.flying is not None:
-            out, counts, seconds = self.flying
-            self.speculator.record(out, counts, seconds + less)
+            out, counts, seconds, is_late = self.flying
+            is_typical = out.has_drafts or not (is_late or less)
+            self.speculator.record(out, counts, seconds + less if is_typical else None)
             self.spent, self.flying = self.spent + seconds + less, None
 
     def gain(self, num_answers=8, length=300):

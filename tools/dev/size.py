@@ -21,13 +21,13 @@ PACKAGE = ROOT / "vllm_metal_lite"
 SLACK = 1.03
 
 # Of the package.
-BUDGET = {"code lines": 25_800, "files": 341, "classes": 451, "page lines": 3_165}
+BUDGET = {"code lines": 26_000, "files": 342, "classes": 451, "page lines": 3_165}
 # Parts that are counted in lines: (file patterns, budget).
 LINES = {
     "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_730),
     "metal/host": (tuple(f"metal/host/**/*.{end}" for end in ("py", "h", "cpp")), 4_120),
     "tools": (("tools/*", *(f"tools/**/*.{end}" for end in ("py", "sh", "c", "h"))), 7_000),
-    "tests": (("tests/**/*.py",), 55_500),
+    "tests": (("tests/**/*.py",), 57_000),
     "docs": (("docs/*.md",), 3_600),
 }
 _NO_CODE = (

@@ -23,7 +23,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
 # The drafter follows this number of further steps after the last one that got its drafts.
-_PATIENCE = 64
+_PATIENCE = 32
 
 
 class StepsInFlight:
@@ -181,7 +181,10 @@ class StepsInFlight:
                 self.seats.accept(request, known)
         counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
         if self.speculator is not None:
-            self.speculator.record(output, counts, output.seconds)
+            # Between drafted steps, a plain step is not launched ahead, or launches none ahead.
+            pipeline, never_ahead = self.pipeline, self.pipeline.num_ahead == 0
+            is_typical = output.has_drafts or never_ahead or (step.is_ahead and pipeline.steps)
+            self.speculator.record(output, counts, output.seconds if is_typical else None)
         if self._scheduler.limit is not None:
             self._scheduler.limit.record(output)
 

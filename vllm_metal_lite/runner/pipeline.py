@@ -30,11 +30,13 @@ class StepInFlight(Generic[Scheduled]):
     scheduled: the caller's decision about the step, such as a SchedulerOutput.
     result: set by the launch; the tokens may not exist yet.
     is_advanced: whether the table has entries for the tokens.
+    is_ahead: whether it was launched before the host waited for the previous step.
     """
 
     scheduled: Scheduled
     result: StepResult = field(init=False, repr=False)
     is_advanced: bool = False
+    is_ahead: bool = False
 
 
 class Pipeline(Generic[Scheduled]):
@@ -59,9 +61,9 @@ class Pipeline(Generic[Scheduled]):
         """Submit the step that was begun.  If one is in flight, call `advance` first; this step may
         continue it.  If the launch fails, the caller takes the step out of `steps`."""
         after = self.steps[-2].result if len(self.steps) > 1 else None
-        is_ahead = after is not None and not after.done
+        step, is_ahead = self.steps[-1], after is not None and not after.done
         result = self.runner.execute(batch, num_prompt_logprobs, masks, after)
-        self.steps[-1].result = result
+        step.result, step.is_ahead = result, is_ahead
         self.num_ahead += is_ahead
         return result
 

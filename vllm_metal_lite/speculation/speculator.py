@@ -19,7 +19,7 @@ from vllm_metal_lite.speculation.lookup import look_up
 _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so a width is known after some more.
 _MIN_KNOWN = 6
-_DRIFT = 0.0005  # how much a time counts less for each step since it was measured
+_DRIFT = 0.001  # how much a time counts less for each step since it was measured
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 _TRIES = 0.1
 PLAIN = -1  # no drafts
@@ -78,9 +78,9 @@ class Pace:
     def _known(self, num_model_drafts: int, num_rows: int) -> float:
         """The seconds of steps of this width; 0 until they are known.
 
-        A third of the times is less: slow steps compiled, and a fast one lacks the host's work for
-        the next step, which waited for tokens.  The longer no such step came, the fewer seconds are
-        assumed: the machine may have been busy.  So what was slow is tried again.
+        A third of the times is less, because slow steps compiled.  The longer no such step came,
+        the fewer seconds are assumed: the machine may have been busy.  So what was slow is tried
+        again.
         """
         key = num_model_drafts, width(num_rows)
         if len(times := self._times.get(key, ())) < _MIN_KNOWN:
@@ -91,8 +91,8 @@ class Pace:
 
 # These numbers were chosen by hand; docs/speculation.md measures them together.
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
-# Drafts by the drafter begin at the first expected gain, and end below the second: what lies between
-# is within measurement noise.  Looked-up drafts need the first.
+# Drafts by the drafter begin at the first expected gain, and end below the second: what lies
+# between is within measurement noise.  Looked-up drafts need the first.
 _BEGIN, _KEEP = 1.05, 1.0
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
@@ -275,7 +275,7 @@ class Speculator:
         self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None
     ) -> None:
         """Record a step.  accepted: for each request with drafts, in order, how many were accepted.
-        seconds: None if the step's time is not known."""
+        seconds: None if the step's time is not typical."""
         self.num_since_drafter += 1
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
