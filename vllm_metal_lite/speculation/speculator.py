@@ -221,13 +221,14 @@ class Speculator:
             history.of_last = history.records[source]
             if source:
                 asked.append((i, lengths[1]))
-        self._num_model_drafts = by_drafter if asked else 0
+        self._num_model_drafts = 0
         if asked:
             assert self._draft is not None, "the drafter was chosen"
-            self.num_since_drafter = 0
             made = self._draft([(requests[i], count) for i, count in asked])
             for (i, _), draft in zip(asked, made, strict=True):
                 drafts[i] = draft
+            if (longest := max(map(len, made))) > 0:
+                self._num_model_drafts, self.num_since_drafter = longest, 0
         for request, draft in zip(requests, drafts, strict=True):
             self._history(request).proposed = draft
         return drafts
