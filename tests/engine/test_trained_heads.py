@@ -219,7 +219,7 @@ def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):
     prompts = tiny.prompts(1, 5, 5, seed=2)
     answers = tiny.answers(engine, prompts, tiny.greedy(90, ignore_eos=True))
     assert answers == tiny.all_alone("glm4_moe", prompts, 90)
-    assert 28 < len(followed) < 38 < engine.metrics()["steps"]
+    assert 20 < len(followed) < 33 < engine.metrics()["steps"]
     engine.in_flight.speculator.share = 1.0  # drafts begin again
     assert tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True)) == [answers[0][:20]]
     assert engine.metrics()["draft_tokens"] > 20
@@ -266,3 +266,27 @@ def test_pictures_change_no_token():
         engine = drafting(model, share=0.8, block_size=8, max_num_seqs=8)
     assert tiny.answers(engine, prompts, params) == plain
     assert engine.metrics()["draft_tokens"] > 10
+
+
+def test_the_pace_counts_plain_steps_between_others_alone(folders):
+    """Beside a drafted step, a plain one is not launched ahead, or launches none ahead."""
+    engine, steps = drafting(load(str(folders("glm4_moe"))), share=0.2), []
+    speculator = engine.in_flight.speculator
+    record = speculator.record
+
+    def noted(output, accepted, seconds):
+        steps.append((output.has_drafts, seconds is not None))
+        record(output, accepted, seconds)
+
+    speculator.record = noted
+    for seed in range(3):
+        tiny.answers(engine, tiny.prompts(1, 5, 5, seed=seed), tiny.greedy(80, ignore_eos=True))
+    counted = 0
+    for before, (is_drafted, counts), after in zip(steps, steps[1:], steps[2:], strict=False):
+        if is_drafted:
+            assert counts
+        elif counts:
+            counted += 1
+            assert not before[0]
+            assert not after[0]
+    assert counted >= 6

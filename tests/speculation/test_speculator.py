@@ -89,8 +89,7 @@ def test_a_first_step_that_compiles_does_not_count():
     assert [width(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
 
 
-def test_a_step_that_launches_none_ahead_is_no_measure():
-    """Its time lacks the host's work for the next step, which that step has twice."""
+def test_a_time_that_is_too_short_is_no_measure():
     pace = Pace()
     for _ in range(6):
         pace.record(4, 3, 2.0)
@@ -192,6 +191,23 @@ def test_drafts_that_always_come_true_leave_a_rate_below_one():
     for _ in range(1000):
         record.record(31, 31)
     assert 30.9 < record.expected(31) < 31
+
+
+def test_plain_steps_are_measured_anew():
+    """Drafts keep them away, and the machine may have been busy when they were measured."""
+    pace = Pace()
+    for _ in range(6):
+        pace.record(1, PLAIN, 9.0)
+        pace.record(4, 3, 2.0)
+    assert pace.ratio(1, 4, 3) < 1
+    while not pace.lacks_plain:
+        pace.record(4, 3, 2.0)
+    assert pace.ratio(1, 4, 3) == math.inf
+    for _ in range(6):
+        assert pace.lacks_plain
+        pace.record(1, PLAIN, 1.0)
+    assert not pace.lacks_plain
+    assert pace.ratio(1, 4, 3) == pytest.approx(2, rel=0.01)
 
 
 def test_text_that_repeats_nothing_is_looked_at_in_each_fourth_step():

@@ -132,12 +132,13 @@ class StepsInFlight:
         self.pipeline.launch(batch, scored, masks)
 
     def _choose_to_follow(self, output: SchedulerOutput) -> None:
-        """Decide whether the drafter follows the step.  While its drafts do not pay, it leaves out
-        decodes that are launched ahead."""
+        """Decide whether the drafter follows the step.  It leaves out decodes that are launched
+        ahead while its drafts do not pay, or while such steps are measured."""
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
-            drafter.follows = not ahead or speculator.num_since_drafter < _PATIENCE
+            soon = speculator.num_since_drafter < _PATIENCE and not speculator.pace.lacks_plain
+            drafter.follows = not ahead or soon
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
@@ -181,12 +182,18 @@ class StepsInFlight:
                 self.seats.accept(request, known)
         counts = [len(accepted[s.request]) for s in output.segments if s.draft_token_ids]
         if self.speculator is not None:
-            # Between drafted steps, a plain step is not launched ahead, or launches none ahead.
-            pipeline, never_ahead = self.pipeline, self.pipeline.num_ahead == 0
-            is_typical = output.has_drafts or never_ahead or (step.is_ahead and pipeline.steps)
-            self.speculator.record(output, counts, output.seconds if is_typical else None)
+            typical = output.has_drafts or self._is_typical(step)
+            self.speculator.record(output, counts, output.seconds if typical else None)
         if self._scheduler.limit is not None:
             self._scheduler.limit.record(output)
+
+    def _is_typical(self, step: StepInFlight[SchedulerOutput]) -> bool:
+        """Whether a finished step without drafts took as long as others between such steps: it was
+        launched ahead, launched the next one ahead, and the drafter does not follow."""
+        drafter = self.pipeline.runner.drafter
+        is_inner = step.is_ahead and len(self.pipeline.steps) > 0
+        is_followed = drafter is not None and drafter.follows
+        return self.pipeline.num_ahead == 0 or (is_inner and not is_followed)
 
     def pause(self) -> None:
         """No request is left, so the time until the next step is not a part of that step."""

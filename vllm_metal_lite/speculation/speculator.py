@@ -20,6 +20,7 @@ _KEPT = 9  # how many times are kept of each width
 # The first steps of a width compile kernels and graphs, so a width is known after some more.
 _MIN_KNOWN = 6
 _DRIFT = 0.001  # how much a time counts less for each step since it was measured
+_REFRESH = 256  # steps between two measurements of plain steps, which drafts would keep away
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 _TRIES = 0.1
 PLAIN = -1  # no drafts
@@ -54,6 +55,8 @@ class Pace:
         times.append(seconds)
         self._num_steps += 1
         self._last[key] = self._num_steps
+        if self._num_steps % _REFRESH == 0:
+            self._times = {key: of for key, of in self._times.items() if key[0] != PLAIN}
 
     def ratio(self, num_decodes: int, num_rows: int, num_model_drafts: int) -> float:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
@@ -69,6 +72,12 @@ class Pace:
         if drafted or (is_new and self._tried > self.tries * self._seconds):
             return math.inf
         return _UNKNOWN
+
+    @property
+    def lacks_plain(self) -> bool:
+        """Whether steps without drafts are to be measured."""
+        plain = [len(times) for (drafts, _), times in self._times.items() if drafts == PLAIN]
+        return min(plain, default=0) < _MIN_KNOWN
 
     @property
     def num_known(self) -> int:
