@@ -43,7 +43,7 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
 
 
 def test_unknown_drafts_are_taken_by_seat_and_in_order():
-    """Drafts may be shorter than those on the device, and others may be known."""
+    """A step may take fewer drafts than the device has, and may have drafts that are known."""
     inputs = InputBatch(4, 16, 8)
     for i in range(4):
         inputs.add([i] * 2, 2)

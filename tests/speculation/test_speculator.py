@@ -194,7 +194,7 @@ def test_drafts_that_always_come_true_leave_a_rate_below_one():
 
 
 def test_plain_steps_are_measured_anew():
-    """Drafts keep them away, and the machine may have been busy when they were measured."""
+    """While drafts pay, no plain step runs, and the last ones may have run on a busy machine."""
     pace = Pace()
     for _ in range(6):
         pace.record(1, PLAIN, 9.0)

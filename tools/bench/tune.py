@@ -3,6 +3,7 @@
     python -m tools.bench.tune                           all constants
     python -m tools.bench.tune decode_fill few_keys      some
     python -m tools.bench.tune rows rows:8               attention of rows with drafts
+    python -m tools.bench.tune rows --heads 16/8         the same with other query and KV heads
 
 Prints one table per constant: microseconds of a call, a row per value, a column per load; a star
 marks the present value.  The reader chooses the value to commit.  The heads are those of small
@@ -39,12 +40,9 @@ SHAPE = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 CHAIN = 100  # calls
 _BLOCK, _OWN = 16, 128  # tokens of a block; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
-# Rows with drafts: by the name of their table; requests and the tokens of each; values of a full
-# device.
-ROW_SHAPES = {
-    name: AttentionShape(32, 8, 128, 128, mx.bfloat16, kv_bits=bits)
-    for name, bits in (("rows", None), ("rows:8", 8))
-}
+# Rows with drafts: the bits of K and V by the name of the table; requests and the tokens of each;
+# values of a full device.
+ROW_BITS = {"rows": None, "rows:8": 8}
 CONTEXTS = (1, 1024), (1, 8192), (1, 32_000), (4, 8192)
 ROW_FILLS = (128, 256, 512, 1024)
 
@@ -218,17 +216,21 @@ def table_of_rows(shape: AttentionShape, rows: Sequence[int], until: float) -> N
 
 def main() -> int:
     parser = parser_of("\n- ".join([f"{__doc__}\nConstants:\n", *CONSTANTS]))
-    names = [*CONSTANTS, *ROW_SHAPES, []]
+    names = [*CONSTANTS, *ROW_BITS, []]
     parser.add_argument("names", nargs="*", choices=names, metavar="CONSTANT")
+    parser.add_argument("--heads", default="32/8", help="query heads and KV heads, of rows")
     parser.add_argument("--deadline", type=above_zero, default=220.0, help="seconds, of rows")
     args = parser.parse_args()
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"## {backend.describe()}")
+    heads, kv_heads = map(int, args.heads.split("/"))
     until = time.monotonic() + args.deadline
     for name in args.names or CONSTANTS:
-        if name in ROW_SHAPES:
-            table_of_rows(ROW_SHAPES[name], (1, 2, 4, 8), until)
+        if name in ROW_BITS:
+            bits = ROW_BITS[name]
+            shape = AttentionShape(heads, kv_heads, 128, 128, mx.bfloat16, kv_bits=bits)
+            table_of_rows(shape, (1, 2, 4, 8), until)
         else:
             sweep(name)
     return 0

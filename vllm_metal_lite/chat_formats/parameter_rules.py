@@ -69,7 +69,7 @@ class ParameterRules(SchemaRules):
         self._special, self._parameter, self._end = special, parameter, end
 
     def parameters(self, whole: Schema, names: str) -> list[str]:
-        """The parameters of a call by one alternative of the arguments.  names: see `offered`."""
+        """The parameters of a call whose arguments match one alternative.  names: see `offered`."""
         self.hold(whole, "", "properties", "required", "additionalProperties")
         required, offered = listed(whole, "required"), self.offered(whole, names, "").items()
         return [

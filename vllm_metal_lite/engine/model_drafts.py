@@ -45,6 +45,8 @@ class ModelDrafts:
 
     def step_ended(self, step: StepInFlight[SchedulerOutput]) -> None:
         """Note the rows of a step whose tokens are known now."""
+        if self._runner.drafter is None:
+            return
         forced = {request for request, _ in step.scheduled.forced}  # other tokens follow
         rows = zip(step.scheduled.terminal, step.result.live_rows, strict=True)
         self._rows = {request: live[-1] for request, live in rows if request not in forced}

@@ -22,7 +22,7 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
-# The drafter follows this number of further steps after the last one that got its drafts.
+# After a step with its drafts, the drafter follows this number of further steps.
 _PATIENCE = 32
 
 

@@ -1,6 +1,6 @@
 """mlx-vlm as an engine of the benchmark of pictures: one request after another.
 
-Stubs replace its packages, whose own code needs many others, so only its models are imported.
+The packages of mlx-vlm import many others.  Stubs replace them, so only its models are imported.
 """
 
 import importlib.util
