@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from vllm_metal_lite.engine.steps_in_flight import _PATIENCE
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
@@ -16,21 +17,36 @@ from vllm_metal_lite.speculation.speculator import Speculator
 DENSE = (5.0, 6.8, 7.6, 8.6)
 CROWD = (5.2, 8.0, 10.0, 12.0)
 EXPERTS = (5.0, 8.0, 10.0, 13.0)
+BIG = (20.0, 21.0, 23.0, 25.0)
 LAUNCH = 0.5  # the host's share of a plain step
+FOLLOW = 0.1  # how much longer a plain step takes if the drafter follows
 
 
 class Machine:
-    """Runs answers one after another.  noise: the standard deviation of a step's time, relative."""
+    """Runs answers one after another.  noise: the standard deviation of a step's time, relative.
+    slow: the factor of all times while the machine is busy, half of the time and for 1,000
+    milliseconds on average."""
 
-    def __init__(self, times, right, count, noise=0.05):
+    def __init__(self, times, right, count, noise=0.05, slow=1.0, seed=1):
         self.times, self.right, self.count, self.noise = times, right, count, noise
-        self.random, self.texts = Random(1), {}
+        self.random, self.texts = Random(seed), {}
+        self.factors, self.until = [1.0, slow], 0.0
         draft = lambda wanted: [[7] * most for _, most in wanted]  # noqa: E731
         self.speculator = Speculator(self.texts.__getitem__, draft, len(times) - 1)
-        self.flying, self.before, self.spent = None, 0, 0.0  # before: the drafts of the last step
+        self.flying, self.before = None, 0  # before: the drafts of the last step
+        self.now = self.spent = 0.0  # the clock, and the seconds at the factor 1
 
     def seconds(self, num_drafts):
         return self.times[num_drafts] * (1 + abs(self.random.gauss(0, self.noise)))
+
+    def spend(self, seconds):
+        """The time that a step of these seconds takes now."""
+        while self.now > self.until:
+            self.factors.reverse()
+            self.until += self.random.expovariate(0.001)
+        taken = seconds * self.factors[0]
+        self.now, self.spent = self.now + taken, self.spent + seconds
+        return taken
 
     def step(self, requests):
         """Returns the new tokens of each request.
@@ -64,9 +80,12 @@ class Machine:
         """Record the step in flight."""
         if self.flying is not None:
             out, counts, seconds, is_late = self.flying
-            is_typical = out.has_drafts or not (is_late or less)
-            self.speculator.record(out, counts, seconds + less if is_typical else None)
-            self.spent, self.flying = self.spent + seconds + less, None
+            soon = self.speculator.num_since_drafter < _PATIENCE
+            follows = soon and not self.speculator.pace.lacks_plain
+            taken = self.spend(seconds + less + FOLLOW * self.times[0] * (follows and not is_late))
+            is_typical = out.has_drafts or not (is_late or less or follows)
+            self.speculator.record(out, counts, taken if is_typical else None)
+            self.flying = None
 
     def gain(self, num_answers=8, length=300):
         """The tokens a second of the last answers, relative to steps without drafts."""
@@ -84,20 +103,23 @@ class Machine:
         return float(np.mean(gains[2:]))
 
 
+@pytest.mark.parametrize("slow", [1.0, 1.45])
 @pytest.mark.parametrize(
     ("times", "count", "right", "least"),
     [
-        (DENSE, 1, 0.8, 1.55),
-        (DENSE, 1, 0.6, 1.15),
+        (DENSE, 1, 0.8, 1.6),
+        (DENSE, 1, 0.6, 1.2),
+        (BIG, 1, 0.6, 1.6),
         (CROWD, 4, 0.8, 1.15),
+        (EXPERTS, 1, 0.8, 1.1),
         (DENSE, 1, 0.3, 0.98),
         (DENSE, 1, 0.0, 0.98),
         (CROWD, 4, 0.6, 0.98),
         (CROWD, 4, 0.0, 0.98),
-        (EXPERTS, 1, 0.8, 1.05),
         (EXPERTS, 1, 0.6, 0.98),
         (EXPERTS, 1, 0.0, 0.98),
     ],
 )
-def test_drafts_gain_where_they_can_and_cost_little_elsewhere(times, count, right, least):
-    assert Machine(times, right, count).gain() > least
+def test_drafts_gain_where_they_can_and_cost_little_elsewhere(times, count, right, least, slow):
+    gains = [Machine(times, right, count, slow=slow, seed=seed).gain() for seed in range(4)]
+    assert np.mean(gains) > least

@@ -23,7 +23,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
 # After a step with its drafts, the drafter follows this number of further steps.
-_PATIENCE = 32
+_PATIENCE = 8
 
 
 class StepsInFlight:
