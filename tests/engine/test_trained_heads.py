@@ -219,7 +219,7 @@ def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):
     prompts = tiny.prompts(1, 5, 5, seed=2)
     answers = tiny.answers(engine, prompts, tiny.greedy(90, ignore_eos=True))
     assert answers == tiny.all_alone("glm4_moe", prompts, 90)
-    assert 2 <= len(followed) < 10 < engine.metrics()["steps"]
+    assert 10 < len(followed) < 33 < engine.metrics()["steps"]
     engine.in_flight.speculator.share = 1.0  # drafts begin again
     assert tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True)) == [answers[0][:20]]
     assert engine.metrics()["draft_tokens"] > 20

@@ -22,9 +22,6 @@ from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.speculation.speculator import Speculator
 
-# After a step with its drafts, the drafter follows this number of further steps.
-_PATIENCE = 8
-
 
 class StepsInFlight:
     """Runs scheduled steps, at most two at a time.
@@ -133,12 +130,11 @@ class StepsInFlight:
 
     def _choose_to_follow(self, output: SchedulerOutput) -> None:
         """Decide whether the drafter follows the step.  It leaves out decodes that are launched
-        ahead while its drafts do not pay, or while such steps are measured."""
+        ahead while no drafts of it are expected."""
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
-            soon = speculator.num_since_drafter < _PATIENCE and not speculator.pace.lacks_plain
-            drafter.follows = not ahead or soon
+            drafter.follows = not ahead or speculator.expects_drafts
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""

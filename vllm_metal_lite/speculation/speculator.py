@@ -106,6 +106,8 @@ _BEGIN, _KEEP = 1.05, 1.0
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
 _PATIENCE, _EVERY = 16, 4
+# If all its drafts are right, the drafter is expected to draft again within this many steps.
+_PAUSE = 32
 _FIRST_RATE = 0.8  # assumed share of drafts that are accepted
 _WEIGHT = 5  # how many drafts this assumption counts for
 _MIN_REJECTED = 1e-3  # a rate stays below 1
@@ -185,8 +187,15 @@ class Speculator:
         self._drafter = _Record()  # of all requests: where a new one starts
         self._histories = WeakKeyDictionary[Request, _History]()  # forgotten with the request
         self._num_model_drafts = 0  # of the last step, as in Pace
-        self.num_since_drafter = 0  # steps since the drafter made drafts
+        self._num_since_drafter = 0  # steps since the drafter made drafts
         self._turn = self._num_refused = 0
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether the drafter should compute K and V in plain steps: gaps harm its later drafts.  Not
+        while plain steps are measured, and the sooner not, the fewer of its drafts are right."""
+        is_soon = self._num_since_drafter < _PAUSE * self._drafter.rate
+        return is_soon and not self.pace.lacks_plain
 
     def wants(self, decodes: Sequence[Request]) -> bool:
         """Whether the next step will probably have drafts: they start from the tokens in flight."""
@@ -237,7 +246,7 @@ class Speculator:
             for (i, _), draft in zip(asked, made, strict=True):
                 drafts[i] = draft
             if (longest := max(map(len, made))) > 0:
-                self._num_model_drafts, self.num_since_drafter = longest, 0
+                self._num_model_drafts, self._num_since_drafter = longest, 0
         for request, draft in zip(requests, drafts, strict=True):
             self._history(request).proposed = draft
         return drafts
@@ -257,7 +266,7 @@ class Speculator:
 
         requests: num_decodes, or some of them.  limits: the most drafts of each.
         """
-        best, best_gain = (0, 0), _BEGIN if self.num_since_drafter > 1 else _KEEP
+        best, best_gain = (0, 0), _BEGIN if self._num_since_drafter > 1 else _KEEP
         histories = [self._history(request) for request in requests]
         caps = (*_CAPS, 0) if any(looked_up) else (0,)
         for cap, by_drafter in product(caps, range(self.max_model_drafts + 1)):
@@ -286,7 +295,7 @@ class Speculator:
     ) -> None:
         """Record a step.  accepted: for each request with drafts, in order, how many were accepted.
         seconds: None if the step's time is not typical."""
-        self.num_since_drafter += 1
+        self._num_since_drafter += 1
         drafted = [s for s in output.segments if s.draft_token_ids]
         for segment, count in zip(drafted, accepted, strict=True):
             history = self._history(segment.request)
