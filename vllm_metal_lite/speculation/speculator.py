@@ -192,8 +192,8 @@ class Speculator:
 
     @property
     def expects_drafts(self) -> bool:
-        """Whether the drafter should compute K and V in plain steps: gaps harm its later drafts.  Not
-        while plain steps are measured, and the sooner not, the fewer of its drafts are right."""
+        """Whether the drafter should compute its K and V in plain steps, too: gaps harm its later
+        drafts.  It stops the sooner, the fewer of its drafts were right."""
         is_soon = self._num_since_drafter < _PAUSE * self._drafter.rate
         return is_soon and not self.pace.lacks_plain
 
