@@ -18,7 +18,7 @@ CROWD = (5.2, 8.0, 10.0, 12.0)
 EXPERTS = (5.0, 8.0, 10.0, 13.0)
 BIG = (20.0, 21.0, 23.0, 25.0)
 LAUNCH = 0.5  # the host's share of a plain step
-FOLLOW = 0.1  # how much longer a plain step takes if the drafter follows
+FOLLOW = 0.2  # how much longer a plain step takes if the drafter follows
 
 
 class Machine:

@@ -102,7 +102,7 @@ class Pace:
 _CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
 # Drafts by the drafter begin at the first expected gain, and end below the second: what lies
 # between is within measurement noise.  Looked-up drafts need the first.
-_BEGIN, _KEEP = 1.05, 1.0
+_BEGIN, _KEEP = 1.1, 1.0
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
 _PATIENCE, _EVERY = 16, 4
@@ -114,7 +114,7 @@ _MIN_REJECTED = 1e-3  # a rate stays below 1
 # The factor of both counts at each draft, and the share of the way back to the first counts per
 # step without a draft: of a request, and of all requests together.
 _FADE, _RECOVER = 0.95, 0.02
-_FADE_OF_ALL, _RECOVER_OF_ALL = 0.98, 0.002
+_FADE_OF_ALL, _RECOVER_OF_ALL = 0.98, 0.0005
 
 
 class _Record:
