@@ -72,6 +72,30 @@ def test_without_room_to_draft_no_request_ends(tmp_path, monkeypatch, caplog):
     assert "no model drafts tokens from now on" in warning
 
 
+@pytest.mark.parametrize("how", ["memory", "call", "eval", "submit"])
+def test_a_draft_model_that_fails_to_catch_up_ends_no_request(
+    how, tmp_path, armed_in, monkeypatch, caplog
+):
+    path, prompts = str(tiny.write_folder(tmp_path, "llama")), tiny.prompts(3, 5, 20, seed=2)
+    params = tiny.greedy(40, ignore_eos=True)
+    if how != "memory":
+        armed_in("kv_write", how, "catch_up")
+        pretend_gpu(monkeypatch, RIGHT)
+        monkeypatch.setattr(decide, "decide", lambda *_: NO_FUSION)
+    with installed(writable_inputs=["states"]):
+        engine = drafting(load(path), share=0.2, draft_model=path)
+        if how == "memory":
+            full = Mock(side_effect=RuntimeError("[metal::malloc] Unable to allocate 9 bytes"))
+            monkeypatch.setattr(engine.runner.drafter, "catch_up", full)
+        assert tiny.answers(engine, prompts, params) == tiny.all_alone("llama", prompts, 40)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    if how == "memory":
+        assert "no model drafts tokens from now on" in warning
+    else:
+        assert "kv_write fails in a step" in warning
+        assert engine.runner.drafter is not None
+
+
 def test_a_failure_of_the_step_before_is_not_the_drafters(tmp_path, monkeypatch):
     def lost(*args):
         raise RuntimeError("lost")

@@ -59,6 +59,23 @@ def test_right_drafts_follow_one_another_without_a_gap(name, tmp_path):
     assert made.late <= 1  # the first drafts may need another block
 
 
+@pytest.mark.parametrize(("name", "most"), [("llama", 999), ("deepseek_v3", 999), ("llama", 16)])
+def test_a_draft_model_catches_up_after_a_pause(name, most, tmp_path):
+    """It leaves out plain steps, and computes K and V of their tokens before its next drafts."""
+    path, prompts = str(tiny.write_folder(tmp_path, name)), tiny.prompts(3, 5, 30, seed=6)
+    engine, _ = drafting_for_itself(path, block_size=8, max_num_batched_tokens=most)
+    speculator = engine.in_flight.speculator
+    speculator._choose = lambda *_: (0, 3 * (engine.metrics()["steps"] % 16 > 7))
+    speculator.wants = lambda _: speculator._choose()[1] > 0
+    expected = tiny.all_alone(name, prompts, 60)
+    assert tiny.answers(engine, prompts, tiny.greedy(60, ignore_eos=True)) == expected
+    metrics = engine.metrics()
+    assert metrics["steps"] > 25
+    assert metrics["draft_tokens"] > 30
+    share = metrics["accepted_tokens"] / metrics["draft_tokens"]
+    assert share == 1 if most == 999 else share > 0.5
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite"])
 def test_wrong_drafts_are_followed_by_those_of_the_head(name, tmp_path):
     path, head = write_head(tiny.write_folder(tmp_path, name), Head(name)), Head(name)

@@ -18,6 +18,7 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_DRAFT
 from vllm_metal_lite.config import MAX_MODEL_DRAFTS
 from vllm_metal_lite.runner.drafter import Wanted
 from vllm_metal_lite.runner.runner import known_tokens
+from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.speculation.speculator import Speculator
 
 
@@ -35,8 +36,13 @@ class Drafting:
         self.runner.attention = SimpleNamespace(overlaps=random.random() < 0.8)
         self.takes_hidden = random.random() < 0.5
         self.runner.drafter = SimpleNamespace(
-            follows=True, can_draft=True, last_positions=self.last_positions
+            follows=True,
+            can_draft=True,
+            last_positions=self.last_positions,
+            takes_hidden=self.takes_hidden,
         )
+        self.runner.catch_up, self.followed = self.catch_up, dict[Request, set[int]]()
+        self.seen_by = dict[Request, set[int]]()
         engine.in_flight.speculator = Drafts(engine, random)
 
     def launch(self, batch, scored, masks, after):
@@ -50,8 +56,37 @@ class Drafting:
                 assert got == self.drafts[seat][: len(got)], "drafts of another request"
             batch = replace(batch, token_ids=filled)
         assert (batch.token_ids != UNKNOWN_DRAFT).all(), "a draft has no token"
+        if (drafter := self.runner.drafter) is not None:
+            self.follow(batch, drafter.follows)
+            drafter.can_draft = drafter.follows
         self.last = batch
         return self.execute(batch, scored, masks, after)
+
+    def follow(self, batch, follows: bool) -> None:
+        """Note the positions of each request whose K and V the drafter has."""
+        request_at = {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
+        starts = np.split(batch.positions, batch.cu_seqlens_q[1:-1])
+        for seat, positions in zip(batch.req_indices.tolist(), starts, strict=True):
+            request, rows = request_at[seat], set(positions.tolist())
+            followed = self.followed.setdefault(request, set())
+            if min(rows) not in followed and min(rows) - 1 not in self.seen_by.get(request, ()):
+                followed |= set(range(min(rows)))  # the prefix cache has these
+            self.seen_by[request] = rows
+            self.followed[request] = followed | rows if follows else followed - rows
+
+    def catch_up(self, batch) -> None:
+        self.seen.add("catches up")
+        assert (batch.token_ids >= 0).all(), "a token is not known yet"
+        batch.validate(*(g.num_blocks for g in self.engine.kv_groups))
+        request_at = {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
+        most = self.engine.config.max_num_batched_tokens // len(batch.req_indices)
+        starts = np.split(batch.positions, batch.cu_seqlens_q[1:-1])
+        for seat, positions in zip(batch.req_indices.tolist(), starts, strict=True):
+            followed = self.followed[request_at[seat]]
+            assert not followed.issuperset(positions.tolist()), "it has followed these tokens"
+            if len(positions) == most:
+                followed |= set(range(positions[0]))  # those before are left out
+            followed |= set(positions.tolist())
 
     def draft(self, wanted: Wanted) -> mx.array | None:
         is_ahead = len(self.engine.in_flight.pipeline.steps) > 0
@@ -78,6 +113,9 @@ class Drafting:
             request = request_at[seat]
             held = request.num_blocks * self.engine.config.block_size
             assert latest.positions[i] < held, "a draft is in no block of its request"
+            if not self.takes_hidden:
+                lacks = set(range(at)) - self.followed[request]
+                assert not lacks, "a draft model has not followed all tokens"
             answer = expected(self.engine, request)[at + 1 - request.num_prompt_tokens :]
             for depth, token in enumerate(answer[:count]):
                 drafts[i, depth] = token if self.random.random() < self.right else 90
@@ -142,4 +180,12 @@ def test_the_workloads_reach_the_hard_cases():
     for seed in range(40):
         extra = {"num_state_slots": 60} if seed % 3 == 0 else {}
         seen |= play(seeded_workload(seed), seed, [0.8, 1.0][seed % 2], **extra)
-    assert seen == {"ahead", "late", "moved back", "failed", "accepted", "Ctrl-C"}
+    assert seen == {
+        "ahead",
+        "late",
+        "moved back",
+        "failed",
+        "accepted",
+        "Ctrl-C",
+        "catches up",
+    }

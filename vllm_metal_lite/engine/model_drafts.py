@@ -1,6 +1,7 @@
 """Drafts by the model's drafter: ahead, behind a step in flight, or once its tokens are known."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 class ModelDrafts:
     """Makes the drafts of the next step, at most once: by `draft_ahead`, or else by `draft`.
 
-    runner: has the drafter.
+    runner: has the drafter.  most_rows: of a step.
     """
 
     def __init__(
@@ -31,13 +32,17 @@ class ModelDrafts:
         seats: Seats,
         constraints: Constraints,
         eyes: NoEyes,
+        most_rows: int,
     ) -> None:
         self._runner, self._inputs, self._seats = runner, inputs, seats
+        self._most_rows = most_rows
         self._constraints, self._eyes = constraints, eyes
         # The sampled row of each request in the last step whose token is the request's newest.
         self._rows: dict[Request, int] = {}
         # The drafts of the next step; UNKNOWN_DRAFT: on the device alone.  None: not made yet.
         self._made: dict[Request, list[int]] | None = None
+        # The first token of each request whose K and V a draft model lacks.
+        self._missing = WeakKeyDictionary[Request, int]()
 
     def step_begins(self) -> None:
         """Drop the drafts: the step that begins has taken them, or has none."""
@@ -54,6 +59,27 @@ class ModelDrafts:
     def forget(self) -> None:
         """Forget the last step, which was undone."""
         self._rows, self._made = {}, None
+
+    def catch_up(self, output: SchedulerOutput) -> None:
+        """Before a step that a draft model follows, have it compute its K and V of the tokens that
+        it left out; if they are more than most_rows, of the last ones."""
+        drafter, missing = self._runner.drafter, self._missing
+        if drafter is None or drafter.takes_hidden:
+            return
+        if not drafter.follows:
+            for segment in output.segments:
+                missing.setdefault(segment.request, segment.num_computed)
+            return
+        pairs = [(s, missing.pop(s.request, s.num_computed)) for s in output.segments]
+        late = [(s, first) for s, first in pairs if first < s.num_computed]
+        if late:
+            end = np.array([s.num_computed for s, _ in late])
+            first = np.maximum([first for _, first in late], end - self._most_rows // len(late))
+            order = np.argsort(end - first, kind="stable")  # segments of one row come first
+            seats = np.array([self._seats.req_index[s.request] for s, _ in late])[order]
+            batch = self._inputs.pack(seats, first[order], (end - first)[order])
+            pictures = [late[i][0].request.pictures for i in order.tolist()]
+            self._runner.catch_up(with_pictures(batch, pictures, self._eyes))
 
     def draft_ahead(
         self, step: StepInFlight[SchedulerOutput], requests: Sequence[Request], num_drafts: int

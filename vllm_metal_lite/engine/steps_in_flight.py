@@ -46,7 +46,12 @@ class StepsInFlight:
         self.constraints = Constraints(model.vocab_size)
         self.pooling = PoolingTable()
         self.model_drafts = ModelDrafts(
-            runner, self.inputs, self.seats, self.constraints, self._eyes
+            runner,
+            self.inputs,
+            self.seats,
+            self.constraints,
+            self._eyes,
+            config.max_num_batched_tokens,
         )
         # Each rank measures its own times, so ranks would choose different drafts.
         self.speculator = None
@@ -129,12 +134,14 @@ class StepsInFlight:
         self.pipeline.launch(batch, scored, masks)
 
     def _choose_to_follow(self, output: SchedulerOutput) -> None:
-        """Decide whether the drafter follows the step.  It leaves out decodes that are launched
-        ahead while no drafts of it are expected."""
+        """Decide whether the drafter follows the step.  A draft model leaves out decodes that are
+        launched ahead; a head does so while no drafts of it are expected."""
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
-            drafter.follows = not ahead or speculator.expects_drafts
+            soon = drafter.takes_hidden and speculator.expects_drafts
+            drafter.follows = not ahead or soon
+            self.model_drafts.catch_up(output)
 
     def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""

@@ -8,9 +8,11 @@ step has already made the first draft; a draft model needs another row for that.
 
 `draft` continues a request's newest token.  The host need not know this token: which drafts of the
 last step were right may be known on the device alone.  The K and V of drafts go to the slots where
-the next step puts these tokens if they are right; otherwise that step overwrites them.  After steps
-that the drafter did not follow, its K and V are stale or missing.  No answer changes, because the
-model verifies every draft.
+the next step puts these tokens if they are right; otherwise that step overwrites them.
+
+After steps that the drafter did not follow, its K and V are stale or missing.  A draft model
+computes them later (`catch_up`); a head cannot, because it needs the model's hidden states.  No
+answer changes, because the model verifies every draft.
 """
 
 from collections.abc import Callable
@@ -112,6 +114,15 @@ class Drafter:
         logits, [mine], state = self._run(step, state)
         if result.output is not None:
             self._last = _Followed(batch, result.output.token_ids, logits, mine)
+        return state
+
+    def catch_up(self, batch: ForwardBatch, state: State) -> State:
+        """Run a draft model over tokens of steps that it did not follow.  Returns the attention's
+        next state."""
+        step = self._attention.prepare(batch, self._padded(batch.num_tokens))
+        step = step._replace(returns_hidden=True, pictures=None)
+        state = self._run(step, state)[-1]
+        mx.async_eval(state)
         return state
 
     def _run(self, step: DeviceBatch, state: State) -> Result:

@@ -10,7 +10,7 @@ place, so a step that fails may have changed some of them (`StatesLost`).
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # The tokens allowed in some sampled rows, or a function that makes them.
 Masks = TokenMasks | Callable[[], TokenMasks | None]
+Drafted = TypeVar("Drafted")
 
 
 class StatesLost(RuntimeError):
@@ -221,20 +222,36 @@ class ModelRunner:
         """
         assert self.drafter is not None, "this model has no drafter"
         draft, before = self.drafter.draft, self.sampler.state
-        try:
-            token_ids, self._state = draft(wanted, self._state)
-        except Exception as e:
+        made = self._drafted(lambda: draft(wanted, self._state))
+        if made is None:
             self.sampler.state = before
+            return None
+        token_ids, self._state = made
+        self._drafts = wanted.seats, token_ids
+        return token_ids
+
+    def catch_up(self, batch: ForwardBatch) -> None:
+        """Have a draft model compute the K and V of earlier tokens (`Drafter.catch_up`).  If this
+        fails, see `draft`."""
+        assert self.drafter is not None, "this model has no drafter"
+        catch_up = self.drafter.catch_up
+        state = self._drafted(lambda: catch_up(batch, self._state))
+        if state is not None:
+            self._state = state
+
+    def _drafted(self, run: Callable[[], Drafted]) -> Drafted | None:
+        """What the drafter made; None if it failed."""
+        try:
+            return run()
+        except Exception as e:
             if self._last is not None:
                 self._last.wait()  # a failure of the step is not the drafter's
-            if not self._fall_back(e, lambda: draft(wanted, self._state)):
+            if not self._fall_back(e, run):
                 why = f"{type(e).__name__}: {one_line(e)}"
                 log = logger.exception if is_our_fault(e) else logger.warning
                 log(f"no model drafts tokens from now on, because drafting failed: {why}")
                 self.drafter = self._drafting = None
             return None
-        self._drafts = wanted.seats, token_ids
-        return token_ids
 
     def forget(self) -> None:
         """Drop the last step; its result will not be read."""
