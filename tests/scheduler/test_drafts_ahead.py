@@ -74,6 +74,11 @@ class Drafting:
             self.seen_by[request] = rows
             self.followed[request] = followed | rows if follows else followed - rows
 
+    def first_held(self, request: Request) -> int:
+        """The first position whose blocks no window has released."""
+        given_back = max(table.num_given_back for table in request.block_tables)
+        return given_back * self.engine.config.block_size
+
     def catch_up(self, batch) -> None:
         self.seen.add("catches up")
         assert (batch.token_ids >= 0).all(), "a token is not known yet"
@@ -82,7 +87,9 @@ class Drafting:
         most = self.engine.config.max_num_batched_tokens // len(batch.req_indices)
         starts = np.split(batch.positions, batch.cu_seqlens_q[1:-1])
         for seat, positions in zip(batch.req_indices.tolist(), starts, strict=True):
-            followed = self.followed[request_at[seat]]
+            request, followed = request_at[seat], self.followed[request_at[seat]]
+            held = self.first_held(request)
+            assert positions[0] >= held, "a token's block belongs to another request"
             assert not followed.issuperset(positions.tolist()), "it has followed these tokens"
             if len(positions) == most:
                 followed |= set(range(positions[0]))  # those before are left out
@@ -114,7 +121,7 @@ class Drafting:
             held = request.num_blocks * self.engine.config.block_size
             assert latest.positions[i] < held, "a draft is in no block of its request"
             if not self.takes_hidden:
-                lacks = set(range(at)) - self.followed[request]
+                lacks = set(range(self.first_held(request), at)) - self.followed[request]
                 assert not lacks, "a draft model has not followed all tokens"
             answer = expected(self.engine, request)[at + 1 - request.num_prompt_tokens :]
             for depth, token in enumerate(answer[:count]):

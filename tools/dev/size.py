@@ -21,7 +21,7 @@ PACKAGE = ROOT / "vllm_metal_lite"
 SLACK = 1.03
 
 # Of the package.
-BUDGET = {"code lines": 26_050, "files": 343, "classes": 451, "page lines": 3_165}
+BUDGET = {"code lines": 26_060, "files": 343, "classes": 451, "page lines": 3_165}
 # Parts that are counted in lines: (file patterns, budget).
 LINES = {
     "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/*.*"), 4_730),

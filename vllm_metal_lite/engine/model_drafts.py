@@ -18,6 +18,8 @@ from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
+_MOST_MISSING = 32  # tokens of a request that a draft model leaves out: many at once cost less
+
 
 class ModelDrafts:
     """Makes the drafts of the next step, at most once: by `draft_ahead`, or else by `draft`.
@@ -61,25 +63,33 @@ class ModelDrafts:
         self._rows, self._made = {}, None
 
     def catch_up(self, output: SchedulerOutput) -> None:
-        """Before a step that a draft model follows, have it compute its K and V of the tokens that
-        it left out; if they are more than most_rows, of the last ones."""
-        drafter, missing = self._runner.drafter, self._missing
+        """Have a draft model compute its K and V of the tokens that it left out, if it follows this
+        step or has left out many.  Tokens whose blocks a window has released are lost."""
+        drafter = self._runner.drafter
         if drafter is None or drafter.takes_hidden:
             return
+        ends = {segment.request: segment.num_computed for segment in output.segments}
+        firsts = {r: max(self._missing.pop(r, end), self._first_held(r)) for r, end in ends.items()}
+        rows = {r: end - firsts[r] for r, end in ends.items() if firsts[r] < end}
+        total, longest = sum(rows.values()), max(rows.values(), default=0)
+        is_full = longest >= _MOST_MISSING or total + len(rows) > self._most_rows
+        if rows and (drafter.follows or is_full):
+            if total > self._most_rows:  # the last ones of each
+                most = self._most_rows // len(rows)
+                rows = {request: min(count, most) for request, count in rows.items()}
+            late = sorted(rows, key=lambda r: rows[r])  # segments of one row come first
+            seats = np.array([self._seats.req_index[request] for request in late])
+            counts = np.array([rows[request] for request in late])
+            starts = np.array([ends[request] for request in late]) - counts
+            batch = self._inputs.pack(seats, starts, counts)
+            self._runner.catch_up(with_pictures(batch, [r.pictures for r in late], self._eyes))
+            firsts = ends
         if not drafter.follows:
-            for segment in output.segments:
-                missing.setdefault(segment.request, segment.num_computed)
-            return
-        pairs = [(s, missing.pop(s.request, s.num_computed)) for s in output.segments]
-        late = [(s, first) for s, first in pairs if first < s.num_computed]
-        if late:
-            end = np.array([s.num_computed for s, _ in late])
-            first = np.maximum([first for _, first in late], end - self._most_rows // len(late))
-            order = np.argsort(end - first, kind="stable")  # segments of one row come first
-            seats = np.array([self._seats.req_index[s.request] for s, _ in late])[order]
-            batch = self._inputs.pack(seats, first[order], (end - first)[order])
-            pictures = [late[i][0].request.pictures for i in order.tolist()]
-            self._runner.catch_up(with_pictures(batch, pictures, self._eyes))
+            self._missing.update(firsts)
+
+    def _first_held(self, request: Request) -> int:
+        """The first position whose blocks the request holds in all KV groups."""
+        return self._inputs.block_size * max(t.num_given_back for t in request.block_tables)
 
     def draft_ahead(
         self, step: StepInFlight[SchedulerOutput], requests: Sequence[Request], num_drafts: int

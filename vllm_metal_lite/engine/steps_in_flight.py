@@ -135,7 +135,7 @@ class StepsInFlight:
 
     def _choose_to_follow(self, output: SchedulerOutput) -> None:
         """Decide whether the drafter follows the step.  A draft model leaves out decodes that are
-        launched ahead; a head does so while no drafts of it are expected."""
+        launched ahead, and catches up; a head does so while no drafts of it are expected."""
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)
