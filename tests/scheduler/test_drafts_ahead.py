@@ -86,8 +86,11 @@ class Drafting:
         request_at = {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
         most = self.engine.config.max_num_batched_tokens // len(batch.req_indices)
         starts = np.split(batch.positions, batch.cu_seqlens_q[1:-1])
-        for seat, positions in zip(batch.req_indices.tolist(), starts, strict=True):
+        for i, (seat, positions) in enumerate(zip(batch.req_indices.tolist(), starts, strict=True)):
             request, followed = request_at[seat], self.followed[request_at[seat]]
+            for of_group, table in zip(batch.block_tables[:, i], request.block_tables, strict=True):
+                own = table.block_ids[: positions[-1] // batch.block_size + 1]
+                assert of_group[: len(own)].tolist() == own, "another request's blocks"
             held = self.first_held(request)
             assert positions[0] >= held, "a token's block belongs to another request"
             assert not followed.issuperset(positions.tolist()), "it has followed these tokens"

@@ -18,13 +18,16 @@ from vllm_metal_lite.sampling.processors import Drafts
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
-_MOST_MISSING = 32  # tokens of a request that a draft model leaves out: many at once cost less
+# A draft model catches up when a request lacks this many tokens, or all requests together lack as
+# many as it computes at once: one call for many tokens costs less.
+_MOST_MISSING, _MOST_ROWS = 32, 256
 
 
 class ModelDrafts:
     """Makes the drafts of the next step, at most once: by `draft_ahead`, or else by `draft`.
+    Also has a draft model catch up.
 
-    runner: has the drafter.  most_rows: of a step.
+    runner: has the drafter.  most_rows: the most rows of a step.
     """
 
     def __init__(
@@ -37,13 +40,13 @@ class ModelDrafts:
         most_rows: int,
     ) -> None:
         self._runner, self._inputs, self._seats = runner, inputs, seats
-        self._most_rows = most_rows
+        self._most_rows = min(most_rows, _MOST_ROWS)
         self._constraints, self._eyes = constraints, eyes
         # The sampled row of each request in the last step whose token is the request's newest.
         self._rows: dict[Request, int] = {}
         # The drafts of the next step; UNKNOWN_DRAFT: on the device alone.  None: not made yet.
         self._made: dict[Request, list[int]] | None = None
-        # The first token of each request whose K and V a draft model lacks.
+        # The position of each request's first token without K and V of the draft model.
         self._missing = WeakKeyDictionary[Request, int]()
 
     def step_begins(self) -> None:
@@ -63,8 +66,10 @@ class ModelDrafts:
         self._rows, self._made = {}, None
 
     def catch_up(self, output: SchedulerOutput) -> None:
-        """Have a draft model compute its K and V of the tokens that it left out, if it follows this
-        step or has left out many.  Tokens whose blocks a window has released are lost."""
+        """Have a draft model compute K and V of the tokens that it left out, if it follows this
+        step or lacks many.  Tokens whose blocks a window has released stay without, and so do the
+        first ones if requests with many come together.
+        """
         drafter = self._runner.drafter
         if drafter is None or drafter.takes_hidden:
             return

@@ -118,8 +118,8 @@ class StepsInFlight:
             answer = self._answers[request.request_id]
             self.seats.add(answer)
             answer.report_cached(self._prefix_disk.restored_tokens(request))
-        self._choose_to_follow(output)
         batch = self.seats.pack(output)
+        self._choose_to_follow(output)  # behind `pack`, which puts blocks into the table
         self.model_drafts.step_begins()
         batch = self.pooling.extend(batch, [s.request for s in output.segments])
         batch = with_pictures(batch, [s.request.pictures for s in output.segments], self._eyes)
@@ -135,7 +135,8 @@ class StepsInFlight:
 
     def _choose_to_follow(self, output: SchedulerOutput) -> None:
         """Decide whether the drafter follows the step.  A draft model leaves out decodes that are
-        launched ahead, and catches up; a head does so while no drafts of it are expected."""
+        launched ahead, and catches up later.  A head leaves them out only while none of its drafts
+        are expected."""
         drafter, speculator = self.pipeline.runner.drafter, self.speculator
         if drafter is not None and speculator is not None:
             ahead = len(self.pipeline.steps) > 1 and output.num_decodes == len(output.segments)

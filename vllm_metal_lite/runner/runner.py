@@ -221,19 +221,20 @@ class ModelRunner:
         otherwise the drafter drafts no more.
         """
         assert self.drafter is not None, "this model has no drafter"
-        draft, before = self.drafter.draft, self.sampler.state
+        draft = self.drafter.draft
         made = self._drafted(lambda: draft(wanted, self._state))
         if made is None:
-            self.sampler.state = before
             return None
         token_ids, self._state = made
         self._drafts = wanted.seats, token_ids
         return token_ids
 
     def catch_up(self, batch: ForwardBatch) -> None:
-        """Have a draft model compute the K and V of earlier tokens (`Drafter.catch_up`).  If this
-        fails, see `draft`."""
+        """Have a draft model compute the K and V of earlier tokens (`Drafter.catch_up`).  A failure
+        is handled as in `draft`."""
         assert self.drafter is not None, "this model has no drafter"
+        if not self.attention.overlaps:
+            self.synchronize()
         catch_up = self.drafter.catch_up
         state = self._drafted(lambda: catch_up(batch, self._state))
         if state is not None:

@@ -74,8 +74,8 @@ class Pace:
     def _known(self, num_model_drafts: int, num_rows: int) -> float:
         """The seconds of steps of this width; 0 until they are known.
 
-        A third of the times is less, because slow steps compiled.  The longer no such step came,
-        the fewer seconds are assumed: the machine may have been busy.  So what was slow is tried
+        The time at the lower third counts, because slow steps compiled.  It shrinks with each step
+        since the last measurement, because the machine may have been busy: so slow steps are tried
         again.
         """
         key = num_model_drafts, width(num_rows)

@@ -20,7 +20,7 @@ _BEGIN, _KEEP = 1.1, 1.0
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
 _PATIENCE, _EVERY = 16, 4
-# If all its drafts are right, the drafter is expected to draft again within this many steps.
+# After its last drafts a head follows this many plain steps, times its rate of right drafts.
 _PAUSE = 32
 _FIRST_RATE = 0.8  # assumed share of drafts that are accepted
 _WEIGHT = 5  # how many drafts this assumption counts for
@@ -106,8 +106,8 @@ class Speculator:
 
     @property
     def expects_drafts(self) -> bool:
-        """Whether the drafter should compute its K and V in plain steps, too: gaps harm its later
-        drafts.  It stops the sooner, the fewer of its drafts were right."""
+        """Whether a head also follows plain steps: gaps in its K and V would harm its next drafts.
+        The fewer of its drafts were right, the sooner it stops."""
         is_soon = self._num_since_drafter < _PAUSE * self._drafter.rate
         return is_soon and not self.pace.lacks_plain
 
