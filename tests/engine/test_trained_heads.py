@@ -219,7 +219,7 @@ def test_the_drafter_rests_while_none_of_its_drafts_pay(folders):
     prompts = tiny.prompts(1, 5, 5, seed=2)
     answers = tiny.answers(engine, prompts, tiny.greedy(90, ignore_eos=True))
     assert answers == tiny.all_alone("glm4_moe", prompts, 90)
-    assert 10 < len(followed) < 33 < engine.metrics()["steps"]
+    assert 16 < len(followed) < 24 < 80 < engine.metrics()["steps"]
     engine.in_flight.speculator.share = 1.0  # drafts begin again
     assert tiny.answers(engine, prompts, tiny.greedy(20, ignore_eos=True)) == [answers[0][:20]]
     assert engine.metrics()["draft_tokens"] > 20
@@ -269,7 +269,7 @@ def test_pictures_change_no_token():
 
 
 def test_the_pace_counts_plain_steps_between_others_alone(folders):
-    """Beside a drafted step, a plain one is not launched ahead, or launches none ahead."""
+    """A plain step next to a drafted one is not launched ahead, or launches no step ahead."""
     engine, steps = drafting(load(str(folders("glm4_moe"))), share=0.2), []
     speculator = engine.in_flight.speculator
     record = speculator.record

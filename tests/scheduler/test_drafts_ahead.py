@@ -45,6 +45,11 @@ class Drafting:
         self.seen_by = dict[Request, set[int]]()
         engine.in_flight.speculator = Drafts(engine, random)
 
+    @property
+    def request_at(self) -> dict[int, Request]:
+        """The request of each seat."""
+        return {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
+
     def launch(self, batch, scored, masks, after):
         if self.made is not None and len(batch.draft_token_ids):
             rows = {"num_rows": batch.num_tokens, "token_ids": mx.array(batch.token_ids)}
@@ -63,11 +68,10 @@ class Drafting:
         return self.execute(batch, scored, masks, after)
 
     def follow(self, batch, follows: bool) -> None:
-        """Note the positions of each request whose K and V the drafter has."""
-        request_at = {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
+        """Note of each request which positions have K and V of the drafter."""
         starts = np.split(batch.positions, batch.cu_seqlens_q[1:-1])
         for seat, positions in zip(batch.req_indices.tolist(), starts, strict=True):
-            request, rows = request_at[seat], set(positions.tolist())
+            request, rows = self.request_at[seat], set(positions.tolist())
             followed = self.followed.setdefault(request, set())
             if min(rows) not in followed and min(rows) - 1 not in self.seen_by.get(request, ()):
                 followed |= set(range(min(rows)))  # the prefix cache has these
@@ -83,11 +87,11 @@ class Drafting:
         self.seen.add("catches up")
         assert (batch.token_ids >= 0).all(), "a token is not known yet"
         batch.validate(*(g.num_blocks for g in self.engine.kv_groups))
-        request_at = {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
         most = self.engine.config.max_num_batched_tokens // len(batch.req_indices)
         starts = np.split(batch.positions, batch.cu_seqlens_q[1:-1])
         for i, (seat, positions) in enumerate(zip(batch.req_indices.tolist(), starts, strict=True)):
-            request, followed = request_at[seat], self.followed[request_at[seat]]
+            request = self.request_at[seat]
+            followed = self.followed[request]
             for of_group, table in zip(batch.block_tables[:, i], request.block_tables, strict=True):
                 own = table.block_ids[: positions[-1] // batch.block_size + 1]
                 assert of_group[: len(own)].tolist() == own, "another request's blocks"
@@ -117,10 +121,9 @@ class Drafting:
         if wanted.rejected is not None:
             self.seen.add("moved back")
             newest = newest - np.array(wanted.rejected)
-        request_at = {seat: r for r, seat in self.engine.in_flight.seats.req_index.items()}
         drafts = np.zeros((len(newest), count), np.int32)
         for i, (seat, at) in enumerate(zip(wanted.seats.tolist(), newest.tolist(), strict=True)):
-            request = request_at[seat]
+            request = self.request_at[seat]
             held = request.num_blocks * self.engine.config.block_size
             assert latest.positions[i] < held, "a draft is in no block of its request"
             if not self.takes_hidden:

@@ -18,18 +18,20 @@ CROWD = (5.2, 8.0, 10.0, 12.0)
 EXPERTS = (5.0, 8.0, 10.0, 13.0)
 BIG = (20.0, 21.0, 23.0, 25.0)
 LAUNCH = 0.5  # the host's share of a plain step
-FOLLOW = 0.2  # how much longer a plain step takes if the drafter follows
 
 
 class Machine:
-    """Runs answers one after another.  noise: the standard deviation of a step's time, relative.
-    slow: the factor of all times while the machine is busy, half of the time and for 1,000
-    milliseconds on average."""
+    """Runs answers one after another.
 
-    def __init__(self, times, right, count, noise=0.05, slow=1.0, seed=1):
+    noise: the relative standard deviation of a step's time.  slow: the factor of all times while
+    the machine is busy: half of the time, and for 1,000 milliseconds on average.  follow: how much
+    longer a plain step takes if the drafter follows, relative.
+    """
+
+    def __init__(self, times, right, count, noise=0.05, slow=1.0, follow=0.0, seed=1):
         self.times, self.right, self.count, self.noise = times, right, count, noise
         self.random, self.texts = Random(seed), {}
-        self.factors, self.until = [1.0, slow], 0.0
+        self.factors, self.until, self.follow = [1.0, slow], 0.0, follow
         draft = lambda wanted: [[7] * most for _, most in wanted]  # noqa: E731
         self.speculator = Speculator(self.texts.__getitem__, draft, len(times) - 1)
         self.flying, self.before = None, 0  # before: the drafts of the last step
@@ -80,7 +82,7 @@ class Machine:
         if self.flying is not None:
             out, counts, seconds, is_late = self.flying
             follows = self.speculator.expects_drafts and not is_late
-            taken = self.spend(seconds + less + FOLLOW * self.times[0] * follows)
+            taken = self.spend(seconds + less + self.follow * self.times[0] * follows)
             is_typical = out.has_drafts or not (is_late or less or follows)
             self.speculator.record(out, counts, taken if is_typical else None)
             self.flying = None
@@ -101,7 +103,9 @@ class Machine:
         return float(np.mean(gains[2:]))
 
 
-@pytest.mark.parametrize("slow", [1.0, 1.45])
+@pytest.mark.parametrize(
+    ("slow", "follow", "cost"), [(1, 0, 0.02), (1, 0.2, 0.03), (1.45, 0.2, 0.03)]
+)
 @pytest.mark.parametrize(
     ("times", "count", "right", "least"),
     [
@@ -110,14 +114,18 @@ class Machine:
         (BIG, 1, 0.6, 1.6),
         (CROWD, 4, 0.8, 1.15),
         (EXPERTS, 1, 0.8, 1.1),
-        (DENSE, 1, 0.3, 0.97),
-        (DENSE, 1, 0.0, 0.97),
-        (CROWD, 4, 0.6, 0.97),
-        (CROWD, 4, 0.0, 0.97),
-        (EXPERTS, 1, 0.6, 0.97),
-        (EXPERTS, 1, 0.0, 0.97),
+        (DENSE, 1, 0.3, 1),
+        (DENSE, 1, 0.0, 1),
+        (CROWD, 4, 0.6, 1),
+        (CROWD, 4, 0.0, 1),
+        (EXPERTS, 1, 0.6, 1),
+        (EXPERTS, 1, 0.0, 1),
     ],
 )
-def test_drafts_gain_where_they_can_and_cost_little_elsewhere(times, count, right, least, slow):
-    gains = [Machine(times, right, count, slow=slow, seed=seed).gain() for seed in range(4)]
-    assert np.mean(gains) > least
+def test_drafts_gain_where_they_can_and_cost_little_elsewhere(
+    times, count, right, least, slow, follow, cost
+):
+    """least: 1 where no drafts gain; then the attempts may have this cost."""
+    machines = (Machine(times, right, count, 0.05, slow, follow, seed) for seed in range(4))
+    gain = np.mean([machine.gain() for machine in machines])
+    assert gain > (least if least > 1 else 1 - cost)

@@ -40,11 +40,10 @@ SHAPE = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 CHAIN = 100  # calls
 _BLOCK, _OWN = 16, 128  # tokens of a block; keys of a row after a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
-# Rows with drafts: the bits of K and V by the name of the table; requests and the tokens of each;
-# values of a full device.
-ROW_BITS = {"rows": None, "rows:8": 8}
-CONTEXTS = (1, 1024), (1, 8192), (1, 32_000), (4, 8192)
-ROW_FILLS = (128, 256, 512, 1024)
+# For rows with drafts:
+ROW_BITS = {"rows": None, "rows:8": 8}  # the name of each table, and the bits of its K and V
+CONTEXTS = (1, 1024), (1, 8192), (1, 32_000), (4, 8192)  # requests, and the tokens of each
+ROW_FILLS = (128, 256, 512, 1024)  # values of a full device
 
 Load = Callable[..., float]  # seconds of a call, under the profile in use
 

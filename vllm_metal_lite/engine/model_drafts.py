@@ -46,7 +46,7 @@ class ModelDrafts:
         self._rows: dict[Request, int] = {}
         # The drafts of the next step; UNKNOWN_DRAFT: on the device alone.  None: not made yet.
         self._made: dict[Request, list[int]] | None = None
-        # The position of each request's first token without K and V of the draft model.
+        # For each request, the position of the first token that lacks the draft model's K and V.
         self._missing = WeakKeyDictionary[Request, int]()
 
     def step_begins(self) -> None:
@@ -83,14 +83,19 @@ class ModelDrafts:
                 most = self._most_rows // len(rows)
                 rows = {request: min(count, most) for request, count in rows.items()}
             late = sorted(rows, key=lambda r: rows[r])  # segments of one row come first
-            seats = np.array([self._seats.req_index[request] for request in late])
             counts = np.array([rows[request] for request in late])
             starts = np.array([ends[request] for request in late]) - counts
-            batch = self._inputs.pack(seats, starts, counts)
-            self._runner.catch_up(with_pictures(batch, [r.pictures for r in late], self._eyes))
+            self._runner.catch_up(self._pack(late, starts, counts))
             firsts = ends
         if not drafter.follows:
             self._missing.update(firsts)
+
+    def _pack(
+        self, requests: Sequence[Request], num_computed: np.ndarray, num_scheduled: np.ndarray
+    ) -> ForwardBatch:
+        """A batch for the drafter alone; see `InputBatch.pack`."""
+        batch = self._inputs.pack(self._seats.indices(requests), num_computed, num_scheduled)
+        return with_pictures(batch, [request.pictures for request in requests], self._eyes)
 
     def _first_held(self, request: Request) -> int:
         """The first position whose blocks the request holds in all KV groups."""
@@ -127,7 +132,7 @@ class ModelDrafts:
     def _must_know(self, requests: Sequence[Request]) -> bool:
         """Whether the host must know the tokens before a draft: a grammar or an option reads them.
         Otherwise drafts stay on the device, which gets the next step without a pause."""
-        seats = np.array([self._seats.req_index[request] for request in requests], np.int32)
+        seats = self._seats.indices(requests)
         constrained = any(request in self._constraints for request in requests)
         return constrained or self._runner.sampler.reads_drafts(seats)
 
@@ -147,7 +152,7 @@ class ModelDrafts:
         runner, inputs, drafter = self._runner, self._inputs, self._runner.drafter
         if drafter is None or not drafter.can_draft or not requests:
             return
-        seats = np.array([self._seats.req_index[request] for request in requests], np.int32)
+        seats = self._seats.indices(requests)
         last = drafter.last_positions(rows, num_drafts)
         room = np.minimum(inputs.num_blocks[seats] * inputs.block_size, inputs.token_ids.shape[1])
         fits = np.flatnonzero(last < room)
@@ -159,8 +164,7 @@ class ModelDrafts:
         must_know = self._must_know(requests)
 
         def pack() -> ForwardBatch:
-            batch = inputs.pack(seats, last, np.ones(len(seats), np.int64))
-            return with_pictures(batch, [request.pictures for request in requests], self._eyes)
+            return self._pack(requests, last, np.ones(len(requests), np.int64))
 
         def choose(logits: mx.array, drafts: list[mx.array]) -> mx.array:
             known, masks = np.zeros((len(seats), 0), np.int32), None

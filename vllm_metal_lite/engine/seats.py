@@ -30,6 +30,10 @@ class Seats:
         if answer.pooling is None or answer.score_token_ids:  # otherwise it draws no token
             self.update_sampler(answer)
 
+    def indices(self, requests: Sequence[Request]) -> np.ndarray:
+        """The seats of running requests, (B,) int32."""
+        return np.array([self.req_index[request] for request in requests], np.int32)
+
     def remove(self, request: Request) -> None:
         """Free the seat of a request, if it has one."""
         if (seat := self.req_index.pop(request, None)) is not None:

@@ -14,7 +14,8 @@ PLAIN = -1  # no drafts
 
 
 def width(num_rows: int) -> int:
-    """Rows rounded up to a power of two: steps of one width take about as long."""
+    """The number of rows, rounded up to a power of two.  Steps of the same width take about the
+    same time."""
     return 1 << (num_rows - 1).bit_length()
 
 
@@ -46,7 +47,7 @@ class Pace:
             self._times = {key: of for key, of in self._times.items() if key[0] != PLAIN}
 
     def ratio(self, num_decodes: int, num_rows: int, num_model_drafts: int) -> float:
-        """How much longer a drafted step of num_rows takes than a plain one of num_decodes.
+        """The time of a drafted step of num_rows, divided by that of a plain step of num_decodes.
 
         Infinite if plain steps must be measured first, or if a new width must wait because its
         first step compiles.
@@ -62,7 +63,7 @@ class Pace:
 
     @property
     def lacks_plain(self) -> bool:
-        """Whether steps without drafts are to be measured."""
+        """Whether plain steps must be measured."""
         plain = [len(times) for (drafts, _), times in self._times.items() if drafts == PLAIN]
         return min(plain, default=0) < _MIN_KNOWN
 

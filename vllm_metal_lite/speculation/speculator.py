@@ -20,7 +20,7 @@ _BEGIN, _KEEP = 1.1, 1.0
 _LOOKUPS = 8  # requests looked at before a step is launched ahead
 # After this many steps without drafts, only each _EVERY-th step is looked at: looking takes time.
 _PATIENCE, _EVERY = 16, 4
-# After its last drafts a head follows this many plain steps, times its rate of right drafts.
+# After its last drafts, a head follows this number of plain steps, times the share of right drafts.
 _PAUSE = 32
 _FIRST_RATE = 0.8  # assumed share of drafts that are accepted
 _WEIGHT = 5  # how many drafts this assumption counts for
